@@ -42,6 +42,8 @@ class ReplayEvidence(msgspec.Struct, frozen=True, kw_only=True):
     first."""
     whole: int = NO_LINE
     """Step after which the state is whole: of a sparse window, the last; otherwise as `line`."""
+    window: bool = False
+    """Whether this line is a sparse window, in which units are of several steps."""
     logged_from: int = 1
     """First step whose boundary traffic it has logged."""
     logged_to: int = 0
@@ -128,6 +130,8 @@ def plan_replay(
     if not 0 <= line <= whole <= target:
         return f"from line {line}, whole after {whole}, no stage can repeat steps to {target}"
     if line == target:
+        if any(evidence.window for evidence in ranks):
+            return "the line is a window, in which units are of several steps"
         shared_by = next(rank for rank in range(len(ranks)) if rank not in lost)
         return ReplayPlan(scope=lost, line=line, target=target, shared_by=shared_by)
     return _plan_repeated(ranks, topology, lost, replicated, line, target)

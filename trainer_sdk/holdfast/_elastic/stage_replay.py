@@ -37,7 +37,7 @@ def agree_on_replay(
     exchange: Exchange,
     step: int | None,
     torn: str,
-    replicated: Collection[int],
+    replicated: Collection[int] = (),
 ) -> ReplayPlan | str:
     """Agree on a replay, or on the reason why all ranks must restore the line. Collective.
 
@@ -51,15 +51,16 @@ def agree_on_replay(
         UnreachableError: a rank does not take part.
     """
     # Describe what this rank could contribute.
-    line, whole, problem = NO_LINE, NO_LINE, ""
+    line, whole, window, problem = NO_LINE, NO_LINE, False, ""
     try:
-        line, whole = session.line()
+        line, whole, window = session.line()
     except HoldfastError as error:
         problem = str(error)
     own = ReplayEvidence(
         step=step,
         line=line,
         whole=whole,
+        window=window,
         topology="" if session.holds is None else str(session.holds.topology),
         problem=torn or problem,
     )

@@ -243,13 +243,13 @@ class Restore:
         `step`."""
         return _live_after(self._hello().epoch, step)
 
-    def line(self) -> tuple[int, int]:
+    def line(self) -> tuple[int, int, bool]:
         """Ask the daemon for the recovery line, from which lost ranks are to be restored alone.
 
         Returns:
-            The step to which a restore brings training back, and the step after which the state is
-            whole: the first and the last step of a sparse window that repeats training, otherwise
-            the same step twice.
+            The step to which a restore brings training back; the step after which the state is
+            whole (the first and the last step of a sparse window that repeats training, otherwise
+            the same step twice); and whether the line is a sparse window.
 
         Raises:
             HoldfastError: ranks cannot be restored from the line alone.
@@ -270,7 +270,7 @@ class Restore:
             raise LayoutMismatchError(
                 f"the line {manifest.generation} holds experts of older steps"
             )
-        return step if window is None else window.brings_back, step
+        return (step if window is None else window.brings_back), step, window is not None
 
     def attend(self, plan: ReplayPlan) -> str:
         """Take part in the agreements of the ranks of `plan`, which restore alone, and give them

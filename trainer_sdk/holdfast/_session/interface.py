@@ -268,9 +268,9 @@ class WorldSession(Session):
 
     # --- localized recovery -----------------------------------------------------------------------
 
-    def line(self) -> tuple[int, int]:
-        """Return the steps of the recovery line from which lost ranks can be restored alone; see
-        `Restore.line`.
+    def line(self) -> tuple[int, int, bool]:
+        """Return the steps of the recovery line from which lost ranks can be restored alone, and
+        whether it is a sparse window; see `Restore.line`.
 
         Raises:
             HoldfastError: there is no such line, or the daemon did not answer.

@@ -201,7 +201,7 @@ class ProtectedSession(WorldSession):
             self._kept = self._saver.leave(self._number, tokens, self._capacity.tracker)
         return self._kept
 
-    def line(self) -> tuple[int, int]:
+    def line(self) -> tuple[int, int, bool]:
         return self._restore.line()
 
     def hand_over(self, verdict: StandingVerdict, apart: Collection[int]) -> bool:

@@ -308,6 +308,10 @@ def test_any_ranks_restore_a_line_of_the_others_step_alone(topology: Topology) -
             assert isinstance(plan, ReplayPlan)
             assert (plan.scope, plan.line, plan.target) == (dead, TARGET, TARGET)
             assert not plan.sources
+            window = sharded(topology, dead, TARGET)
+            window[0] = msgspec.structs.replace(window[0], window=True)
+            why = plan_replay(window)
+            assert isinstance(why, str) and "window" in why
 
 
 @pytest.mark.parametrize("topology", SHARDED, ids=str)

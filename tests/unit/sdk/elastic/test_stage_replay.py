@@ -41,8 +41,8 @@ class Pipeline:
 class Session:
     holds = SimpleNamespace(topology=TOPOLOGY)
 
-    def line(self) -> tuple[int, int]:
-        return 1, 1
+    def line(self) -> tuple[int, int, bool]:
+        return 1, 1, False
 
 
 class OneOther:
