@@ -52,10 +52,20 @@ def test_ranks_that_have_their_shards_go_back_only_to_a_line_that_is_older(
     assert cluster.counts["goes back" if every == 1 else "goes on"] == 0
 
 
-def play(topology: Topology, *losses: staging.Loss) -> staging.Cluster:
+def play(
+    topology: Topology, *losses: staging.Loss, every: int = 0, log_received: bool = False
+) -> staging.Cluster:
     with staging.surroundings():
         return staging.play(
-            staging.Schedule(seed=-1, topology=topology, window=3, steps=12, losses=losses)
+            staging.Schedule(
+                seed=-1,
+                topology=topology,
+                window=3,
+                steps=12,
+                losses=losses,
+                every=every,
+                log_received=log_received,
+            )
         )
 
 
@@ -150,6 +160,40 @@ def test_a_loss_while_a_replica_gives_its_state_widens_the_scope_by_what_it_need
     cluster = play(staging.WIDE, first, second)
     for rank, process in cluster.processes.items():
         assert (process.first_in[3] == 8) == (rank in goes_on), rank
+
+
+@pytest.mark.parametrize(
+    ("log_received", "losses", "stay"),
+    [
+        # A rank gets its state from its replica, and then a neighbouring stage needs its log.
+        (False, [((2,), "sum"), ((0, 1), "sum")], (4, 5)),
+        (True, [((2,), "sum"), ((0, 1), "sum")], (2, 3, 4, 5)),
+        # The same beside a stage that repeats steps, and within them.
+        (True, [((0, 1, 4), "sum"), ((2, 3), "sum")], (0, 1, 4, 5)),
+        (True, [((0, 1, 4), "sum"), ((1, 3), "backward")], (4, 5)),
+        # Both ends of a boundary at once: nobody has what crossed it.
+        (True, [((2, 4), "sum"), ((0, 1), "sum")], ()),
+        # Two stages at once need no more than the logs of the third one.
+        (False, [((0, 1, 2, 3), "sum")], (4, 5)),
+    ],
+    ids=str,
+)
+def test_a_log_that_neighbours_return_keeps_a_stage_where_it_is(
+    log_received: bool, losses: list[tuple[tuple[int, ...], str]], stay: tuple[int, ...]
+) -> None:
+    cluster = play(
+        staging.WIDE,
+        *(
+            staging.Loss(step=2 if point == "backward" else 9 + number, point=point, victims=of)
+            for number, (of, point) in enumerate(losses)
+        ),
+        every=6,
+        log_received=log_received,
+    )
+    last = len(losses) + 1
+    reached = {rank: one.first_in[last] for rank, one in cluster.processes.items()}
+    newest = max(reached.values()) if stay else None
+    assert {rank for rank, step in reached.items() if step == newest} == set(stay)
 
 
 def test_all_ranks_go_back_when_replays_are_cut_off_again_and_again() -> None:

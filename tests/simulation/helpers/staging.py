@@ -6,8 +6,8 @@ protected. One seed decides who dies when, together or one after another, in a s
 restore, and what a replay does wrong. After every completed step each rank must have the bytes of
 an undisturbed run; a stage whose neighbours have logged enough must repeat steps alone.
 
-Other schedules have shards in place of stages: each rank holds a layer that nobody else has, and
-there is a snapshot of all at every n-th step. Then lost ranks must restore alone exactly where the
+Some schedules have a snapshot of all at every n-th step in place of windows. Others have shards in
+place of stages, too: each rank holds a layer that nobody else has. Then lost ranks must restore alone exactly where the
 line is of the others' step.
 """
 
@@ -21,7 +21,7 @@ import random
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ from holdfast._session.protected import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
 from holdfast_core.job.snapshots import Full, Repeats, SparseWindows
+from holdfast_core.protection.replaying import pipeline_neighbours
 from holdfast_core.protection.standing import (
     RankStanding,
     StandingAction,
@@ -104,11 +105,17 @@ class Schedule:
     steps: int
     losses: tuple[Loss, ...] = ()
     log_bytes: int = ROOM
+    log_received: bool = False
+    """Whether logs keep what ranks receive, too."""
     repeats: Repeats = Repeats.TRAINING
     """What a restore of a window repeats."""
     every: int = 0
-    """Steps from one snapshot of all to the next, where ranks have shards; 0 where they have
-    stages, and windows."""
+    """Steps from one snapshot of all to the next; 0 for windows."""
+
+    @property
+    def shards(self) -> bool:
+        """Whether ranks have shards, and not stages."""
+        return self.topology.pp == 1
 
     @classmethod
     def of(cls, seed: int) -> Schedule:
@@ -116,7 +123,9 @@ class Schedule:
         topology = rng.choice((*[Topology(dp=1, pp=4)] * 4, Topology(dp=2, pp=2), PARTS, WIDE))
         window, count = rng.choice((2, 3, 4)), rng.choice((1, 2, 2, 3))
         losses: list[Loss] = []
+        every = rng.choice((0, 0, 0, 4))
         step = rng.choice((2, window + 2, window + 3))
+        step = max(step, every + 2) if every else step  # something is protected
         for _ in range(count):
             loss = _loss(rng, step + rng.choice((0, 0, 1, 2, window)), topology)
             kind = rng.random()
@@ -135,6 +144,8 @@ class Schedule:
             losses=tuple(losses),
             log_bytes=ROOM if rng.random() < 0.8 else rng.choice((200, 1000)),
             repeats=rng.choice(tuple(Repeats)),
+            log_received=rng.random() < 0.5,
+            every=every,
         )
 
     @classmethod
@@ -333,14 +344,15 @@ class Cluster:
             lacking = frozenset(stages)
         if not living:
             return "global", lacking
-        if self.schedule.every:
+        if self.schedule.shards:
             return self._expected_of_shards(loss), frozenset()
         # A rank that is lost elsewhere has lost its log, which a neighbour would need.
         given, scope = set(stages) - lacking, set(lacking)
         while joining := {one for one in given - scope if scope & {one - 1, one + 1}}:
             scope |= joining
         lacking = frozenset(scope)
-        late, self._has_late_logs = self._has_late_logs, self._has_late_logs or bool(given - scope)
+        late = self._has_late_logs
+        self._has_late_logs = late or not self._settled or self._loses_logs(loss, scope)
         doubtful = loss.corrupts or loss.diverges or loss.lies or self.lied or (late and lacking)
         if not self._settled or self.schedule.log_bytes < ROOM or doubtful:
             return "", lacking
@@ -348,8 +360,18 @@ class Cluster:
             return "live", lacking
         if len(lacking) < self.topology.pp:
             return "alone", lacking
-        # Where only the optimizer is repeated, the line may be of the step that the others have.
-        return "global" if self.schedule.repeats is Repeats.TRAINING else "", lacking
+        # Unless training is repeated, the line may be of the step that the others have.
+        repeats = self.schedule.repeats is Repeats.TRAINING and not self.schedule.every
+        return "global" if repeats else "", lacking
+
+    def _loses_logs(self, loss: Loss, scope: Collection[int]) -> bool:
+        """Whether ranks outside the `scope` lose their logs for good."""
+        for rank in loss.victims:
+            beside = set(pipeline_neighbours(rank, self.topology))
+            returned = self.schedule.log_received and not beside & set(loss.victims)
+            if self.topology.coordinates(rank).pp not in scope and not returned:
+                return True
+        return False
 
     def _expected_of_shards(self, loss: Loss) -> str:
         """Where the loss of shards is to lead, if that is plain: the step before was saved on all
@@ -476,7 +498,8 @@ class Cluster:
                 f"rank {process.rank} has another state after step {step} in epoch {epoch}"
             )
         self.states[process.rank, step] = digest
-        if process.pipeline and not self.recoveries and self.schedule.log_bytes == ROOM:
+        whole = self.schedule.log_bytes == ROOM and not self.schedule.every
+        if process.pipeline and not self.recoveries and whole:
             kept = process.pipeline.log.last - process.pipeline.log.first + 1
             most = 2 * self.schedule.window + 1
             assert kept <= most, f"rank {process.rank} logs {kept} steps after step {step}"
@@ -753,6 +776,7 @@ def make_session(
     stateful: dict[str, Any],
 ) -> WorldSession:
     world, every = process.world, cluster.schedule.every
+    shards = cluster.schedule.shards
     assert world is not None
     process.daemon = FakeDaemon(
         cluster.directory,
@@ -771,7 +795,7 @@ def make_session(
         job="j",
         topology=cluster.topology,
         units=unit_of,
-        private=OF_RANK if every else [],
+        private=OF_RANK if shards else [],
         settings=holdfast.Settings(
             policy=Full()
             if every
@@ -911,13 +935,18 @@ def train(cluster: Cluster, process: Process) -> None:
     schedule = cluster.schedule
     world: Any = PipelineWorld(cluster, process)
     at = cluster.topology.coordinates(process.rank)
-    model = Shards(process.rank) if schedule.every else Stage(schedule.window, at.pp)
-    position, run = Position(), run_step_of_shards if schedule.every else run_step
+    model = Shards(process.rank) if schedule.shards else Stage(schedule.window, at.pp)
+    position, run = Position(), run_step_of_shards if schedule.shards else run_step
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
     stateful = {"position": position, "scheduler": scheduler}
-    if not schedule.every:
-        process.pipeline = Pipeline(world, cluster.topology, log_bytes=schedule.log_bytes)
+    if not schedule.shards:
+        process.pipeline = Pipeline(
+            world,
+            cluster.topology,
+            log_bytes=schedule.log_bytes,
+            log_received=schedule.log_received,
+        )
     session = process.session = ElasticSession(
         world,
         lambda: make_session(cluster, process, model, optimizer, stateful),
