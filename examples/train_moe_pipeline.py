@@ -234,6 +234,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--log-mib", type=float, default=64, help="MiB that the log of a rank may take"
     )
     parser.add_argument(
+        "--log-received",
+        action="store_true",
+        help="log what a rank receives as well, so that its neighbours get their logs back after "
+        "they are replaced",
+    )
+    parser.add_argument(
         "--directory",
         type=Path,
         help="directory for the logs: a line of JSON for each step and rank",
@@ -249,7 +255,10 @@ def main(argv: list[str] | None = None) -> None:
     replicas = world.size // args.stages
     ep = replicas if args.expert_parallel else 1
     topology = holdfast.Topology(dp=replicas, ep=ep, pp=args.stages)
-    pipeline = elastic.Pipeline(world, topology, log_bytes=int(args.log_mib * 2**20))
+    log_bytes = int(args.log_mib * 2**20)
+    pipeline = elastic.Pipeline(
+        world, topology, log_bytes=log_bytes, log_received=args.log_received
+    )
     alone = world.group([[rank] for rank in range(world.size)])
     dispatch = alone if ep == 1 else pipeline.group
 

@@ -169,12 +169,16 @@ def test_a_loss_while_a_replica_gives_its_state_widens_the_scope_by_what_it_need
         (False, [((2,), "sum"), ((0, 1), "sum")], (4, 5)),
         (True, [((2,), "sum"), ((0, 1), "sum")], (2, 3, 4, 5)),
         # The same beside a stage that repeats steps, and within them.
-        (True, [((0, 1, 4), "sum"), ((2, 3), "sum")], (0, 1, 4, 5)),
-        (True, [((0, 1, 4), "sum"), ((1, 3), "backward")], (4, 5)),
+        pytest.param(
+            True, [((0, 1, 4), "sum"), ((2, 3), "sum")], (0, 1, 4, 5), marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            True, [((0, 1, 4), "sum"), ((1, 3), "backward")], (4, 5), marks=pytest.mark.exhaustive
+        ),
         # Both ends of a boundary at once: nobody has what crossed it.
-        (True, [((2, 4), "sum"), ((0, 1), "sum")], ()),
+        pytest.param(True, [((2, 4), "sum"), ((0, 1), "sum")], (), marks=pytest.mark.exhaustive),
         # Two stages at once need no more than the logs of the third one.
-        (False, [((0, 1, 2, 3), "sum")], (4, 5)),
+        pytest.param(False, [((0, 1, 2, 3), "sum")], (4, 5), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

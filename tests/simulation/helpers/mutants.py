@@ -629,6 +629,39 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="stages: let neighbours return what they have sent in place of what they had received",
+        stages=True,
+        edits=(
+            (
+                f"{ELASTIC}/boundary_log.py",
+                "for message in part.copies:\n                    self._keep_sent(rank, message)",
+                "for message in part.sent:\n                    self._keep_sent(rank, message)",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: count on a returned log further back than all neighbours reach",
+        stages=True,
+        edits=(
+            (
+                f"{ELASTIC}/boundary_log.py",
+                "first = max(part.first for part in parts.values())",
+                "first = min(part.first for part in parts.values()) - 100",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: return a log without the part of a neighbour that has none",
+        stages=True,
+        edits=(
+            (
+                f"{ELASTIC}/stage_replay.py",
+                "if rank in of and not of.intersection(without):",
+                "if rank in of and rank not in without:",
+            ),
+        ),
+    ),
+    Mutant(
         name="stages: replay from logs of a timeline that was given up",
         stages=True,
         enforced_by="each execution of a step logs all of its messages again, under their names",

@@ -135,10 +135,15 @@ def shares_steps(topology: Topology, ranks: set[int]) -> set[int]:
 
 
 def smallest_scope(
-    said: Sequence[ReplayEvidence], topology: Topology, replicated: set[int]
+    said: Sequence[ReplayEvidence],
+    topology: Topology,
+    replicated: set[int],
+    *,
+    received: bool = False,
 ) -> set[int] | None:
     """The smallest set of ranks that can repeat steps alone while others give the `replicated` of
-    the lost ranks their state, by trying all; None if none can."""
+    the lost ranks their state, by trying all; None if none can. If ranks have logged what they
+    `received`, those of the set that are not lost need nobody's log."""
     everyone = set(range(topology.world_size))
     lacking = {rank for rank, one in enumerate(said) if one.step is None}
     must = shares_steps(topology, lacking - replicated)
@@ -147,21 +152,19 @@ def smallest_scope(
         found = []
         for more in itertools.combinations(others, count):
             scope = must.union(*more)
-            givers = {
-                giver
+            needed = {
+                (giver, rank)
                 for rank in scope
                 for giver in pipeline_neighbours(rank, topology, said[0].ring)
                 if giver not in scope
             }
-            logs = all(
-                giver not in lacking
-                and said[giver].logged_from <= LINE + 1
-                and said[giver].logged_to >= TARGET
-                for giver in givers
-            )
-            given = all(
-                replicas_left(topology, rank, lacking | scope) for rank in lacking - scope
-            )
+            has_log = {
+                rank
+                for rank, one in enumerate(said)
+                if rank not in lacking and one.logged_from <= LINE + 1 and one.logged_to >= TARGET
+            }
+            logs = all(giver in has_log or (received and rank in has_log) for giver, rank in needed)
+            given = all(replicas_left(topology, rank, lacking | scope) for rank in lacking - scope)
             if scope < everyone and logs and given:
                 found.append(scope)
         if found:
@@ -221,6 +224,53 @@ def test_the_scope_is_the_smallest_that_can_be_recovered(ring: bool) -> None:
     assert planned[0] > 50 and planned[1] > 50 and planned[2] > 20, planned
     assert sum(count for more, count in planned.items() if more < 0) > 100, planned
     assert sum(count for more, count in given.items() if more) > 10, given
+
+
+def test_copies_at_receivers_spare_stages_after_a_rank_was_replaced() -> None:
+    """What `log_received` gains, against every set of ranks. Where stages are lost at once: nothing.
+    Where a neighbour has lost its log before: the neighbour. Of what ranks can be lost at once it
+    would gain few, in which a part of a stage survives beside a rank that gets its state."""
+    gains = Counter[str]()
+    for topology in TO_16:
+        if topology.pp == 1 or topology.world_size == topology.pp or topology.world_size > 12:
+            continue
+        everyone = range(topology.world_size)
+        stage_of = [topology.coordinates(rank).pp for rank in everyone]
+        for stages in losses(topology):
+            said = evidence(topology, stages)
+            plan = plan_replay(said)
+            assert isinstance(plan, ReplayPlan)
+            assert smallest_scope(said, topology, set(), received=True) == set(plan.scope)
+        # A rank has got its state from a replica after the line; then a stage is lost.
+        for late, stage in itertools.product(everyone, range(topology.pp)):
+            if stage_of[late] == stage or not replicas_left(topology, late, {late}):
+                continue
+            said = evidence(topology, (stage,))
+            returned = plan_replay(said)
+            assert isinstance(returned, ReplayPlan)
+            said[late] = msgspec.structs.replace(said[late], logged_from=LINE + 2)
+            plan = plan_replay(said)
+            beside = {stage_of[other] for other in pipeline_neighbours(late, topology)}
+            if stage not in beside:
+                assert plan == returned
+            elif isinstance(plan, ReplayPlan):
+                assert len(plan.scope) > len(returned.scope)
+                gains["fewer go back"] += 1
+            else:
+                gains["some do not go back"] += 1
+        # Ranks are lost at once, some of them with replicas.
+        rng = random.Random(str(topology))
+        for _ in range(8):
+            gone = set(rng.sample(everyone, min(rng.choice((2, 3, 4)), topology.world_size - 1)))
+            replicated = {rank for rank in gone if replicas_left(topology, rank, gone)}
+            if gone == replicated:
+                continue
+            said = [lost(topology) if rank in gone else kept(topology) for rank in everyone]
+            with_copies = smallest_scope(said, topology, replicated, received=True)
+            same = with_copies == smallest_scope(said, topology, replicated)
+            gains["at once, equal" if same else "at once, smaller"] += 1
+    assert gains["fewer go back"] > 50 and gains["some do not go back"] > 50, gains
+    assert gains["at once, smaller"] < gains["at once, equal"] / 20, gains
 
 
 @pytest.mark.parametrize("topology", SHAPES, ids=str)
