@@ -7,8 +7,8 @@ restore, and what a replay does wrong. After every completed step each rank must
 an undisturbed run; a stage whose neighbours have logged enough must repeat steps alone.
 
 Some schedules have a snapshot of all at every n-th step in place of windows. Others have shards in
-place of stages, too: each rank holds a layer that nobody else has. Then lost ranks must restore alone exactly where the
-line is of the others' step.
+place of stages, too: each rank holds a layer that nobody else has. Then lost ranks must restore
+alone exactly where the line is of the others' step.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The sender keeps the whole message, and the receiver keeps its digest. So the neighbours of a lost
 stage can give it the messages that they had sent, and can verify that it sends the same messages
-again. If a log keeps received messages as well, the messages of a rank outlive its process: its
-neighbours return them to the process that takes its place. The log never grows beyond its bound: it drops the oldest steps, and a replay that would need
-them is not planned.
+again. If logs keep received messages as well, the messages of a rank outlive its process: its
+neighbours return them to the process that takes its place. The log never grows beyond its bound: it
+drops the oldest steps, and a replay that would need them is not planned.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 import xxhash
 
 from holdfast_core.errors import CorruptError
-
 
 EVERYONE = -1
 """Stands for all ranks in the log, in place of one rank."""

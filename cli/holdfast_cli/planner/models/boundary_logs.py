@@ -1,8 +1,9 @@
 """Memory that trainers need for the logs of what crosses the boundaries of pipeline stages.
 
 A rank keeps everything that it has sent, and if the script asks for it also what it has received,
-since the step that a restore of the newest protected generation brings back (MoEvement §3.4). This module counts these bytes before a job runs; trainers
-keep the log itself (`holdfast.elastic.Pipeline`).
+since the step that a restore of the newest protected generation brings back (MoEvement §3.4). This
+module counts these bytes before a job runs; trainers keep the log itself
+(`holdfast.elastic.Pipeline`).
 """
 
 from __future__ import annotations

@@ -227,12 +227,12 @@ def test_the_scope_is_the_smallest_that_can_be_recovered(ring: bool) -> None:
 
 
 def test_copies_at_receivers_spare_stages_after_a_rank_was_replaced() -> None:
-    """What `log_received` gains, against every set of ranks. Where stages are lost at once: nothing.
-    Where a neighbour has lost its log before: the neighbour. Of what ranks can be lost at once it
-    would gain few, in which a part of a stage survives beside a rank that gets its state."""
+    """What logs of received messages gain, against every set of ranks. Where stages are lost at
+    once: nothing. Where a neighbour has lost its log before: the neighbour. Of ranks that are lost
+    at once: few cases, in which a part of a stage survives beside a rank that gets its state."""
     gains = Counter[str]()
     for topology in TO_16:
-        if topology.pp == 1 or topology.world_size == topology.pp or topology.world_size > 12:
+        if topology.pp in (1, topology.world_size) or topology.world_size > 12:
             continue
         everyone = range(topology.world_size)
         stage_of = [topology.coordinates(rank).pp for rank in everyone]
