@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,14 @@ class Shape:
     """Whether each rank of a stage has experts that no other rank has."""
     seeded: bool = False
     """Whether the random numbers of a step do not depend on the steps before."""
+    log_received: bool = False
+    """Whether ranks log what they receive, too."""
 
     @property
     def options(self) -> list[str]:
         """Arguments of the script."""
         stages = ["--stages", str(self.pp), *["--expert-parallel"] * self.shares_experts]
-        stages += ["--seed", "7"] * self.seeded
+        stages += ["--seed", "7"] * self.seeded + ["--log-received"] * self.log_received
         micro_batches = ["--microbatches", str(self.pp)]
         return [*stages, *micro_batches, "--schedule", self.schedule] if self.schedule else stages
 
@@ -177,8 +179,8 @@ class Run:
         beside: Sequence[int] = (),
     ) -> None:
         """Train to the end, and lose these stages on the way, each time after some steps that are
-        in no snapshot, but for the ranks `spared`, and with them ranks of other stages, `beside`
-        them; `then` happens while they repeat steps."""
+        in no snapshot, but for the ranks `spared`; with the first ones, or before them all, the
+        ranks `beside`. `then` happens while they repeat steps."""
         async with self.cluster as cluster:
             step = 0
             for stages in losses:
@@ -187,6 +189,7 @@ class Run:
                 for fault in then:
                     self._prepare(fault, found)
                 lost = {*self.shape.ranks_of(stages), *beside} - set(spared)
+                beside = ()
                 for rank, lines in enumerate(found):
                     os.kill(lines[-1].pid, signal.SIGKILL if rank in lost else signal.SIGCONT)
             assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
@@ -288,7 +291,8 @@ def check_replay(
     recovery, scope = run.cluster.status.local.recoveries[-1], run.shape.ranks_of(lost)
     assert recovery.source is RestoreSource.LOCAL
     kept = next(rank for rank in run.shape.ranks if rank not in scope)
-    target = max(line.step for line in run.lines()[kept] if line.epoch == 1)
+    last = max(line.epoch for line in run.lines()[kept])
+    target = max(line.step for line in run.lines()[kept] if line.epoch < last)
     ranks = f"ranks {', '.join(map(str, scope))}" if len(scope) > 1 else f"rank {scope[0]}"
     assert recovery.replay.startswith(f"{ranks} repeated steps {run.line + 1} to {target}")
 
@@ -341,6 +345,16 @@ def test_a_rank_that_is_lost_beside_a_stage_gets_its_state_from_its_replica(wind
     with running(SEEDED, window=window) as run:
         asyncio.run(run.lose([0], beside=[4]))
         check_replay(run, [0], live=[4])
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_a_rank_that_a_replica_has_replaced_gives_a_later_lost_stage_its_log() -> None:
+    """Its neighbours have returned it. Without that, rank 3 and it would repeat steps as well."""
+    with running(replace(SEEDED, log_received=True)) as run:
+        asyncio.run(run.lose([], [0], beside=[2]))
+        check_replay(run, [0], live=[2])
 
 
 @pytest.mark.slow
