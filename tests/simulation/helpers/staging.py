@@ -59,6 +59,8 @@ STEPS_MAX = 36
 ROOM = 1 << 20
 """Bytes for logs that never make room."""
 WAIT_S = 20.0
+REPLAYS_MAX = 3
+"""Replays of a step after which all ranks go back."""
 PARTS = Topology(dp=1, tp=2, pp=2)
 """Stages whose ranks hold different parts, so that one that is lost takes the other back."""
 WIDE = Topology(dp=2, pp=3)
@@ -259,6 +261,13 @@ class Cluster:
         self._lines: dict[int, Generation | None] = {}
         self._settled = 0
         """Newest step that all ranks have completed since the last loss."""
+        self._repeating = frozenset[int]()
+        """Stages that repeat steps alone since the last loss; empty when all ranks have completed a
+        step since then."""
+        self._replays = 0
+        """Losses since then that have led to a replay."""
+        self._returns_logs = False
+        """Whether some ranks may not yet have got their logs back."""
         self._has_late_logs = False
         """Whether the logs of some ranks may begin after the line: replicas have given them their
         state since the newest generation was protected."""
@@ -342,6 +351,9 @@ class Cluster:
         lacking = frozenset(one for one in stages if stages.count(one) == whole)
         if self.topology == PARTS:
             lacking = frozenset(stages)
+        # Those of a replay that is cut off lack their state as well.
+        repeating, self._repeating = self._repeating, frozenset()
+        lacking |= repeating
         if not living:
             return "global", lacking
         if self.schedule.shards:
@@ -351,18 +363,22 @@ class Cluster:
         while joining := {one for one in given - scope if scope & {one - 1, one + 1}}:
             scope |= joining
         lacking = frozenset(scope)
-        late = self._has_late_logs
-        self._has_late_logs = late or not self._settled or self._loses_logs(loss, scope)
+        late = self._has_late_logs or (not self._settled and self._returns_logs)
+        self._has_late_logs = late or self._loses_logs(loss, scope)
+        self._returns_logs = bool(given - scope)
         doubtful = loss.corrupts or loss.diverges or loss.lies or self.lied or (late and lacking)
-        if not self._settled or self.schedule.log_bytes < ROOM or doubtful:
+        known = self._settled or (repeating and self._replays < REPLAYS_MAX)
+        if not known or self.schedule.log_bytes < ROOM or doubtful:
             return "", lacking
         if not lacking:
             return "live", lacking
         if len(lacking) < self.topology.pp:
+            self._repeating, self._replays = lacking, self._replays + 1
             return "alone", lacking
-        # Unless training is repeated, the line may be of the step that the others have.
+        # Unless training is repeated, the line may be of the step that the others have. And a replay
+        # may just have ended.
         repeats = self.schedule.repeats is Repeats.TRAINING and not self.schedule.every
-        return "global" if repeats else "", lacking
+        return "global" if repeats and self._settled else "", lacking
 
     def _loses_logs(self, loss: Loss, scope: Collection[int]) -> bool:
         """Whether ranks outside the `scope` lose their logs for good."""
@@ -527,6 +543,8 @@ class Cluster:
                 for one in self.processes.values()
             )
             self._settled = 0 if frozen else step
+            if self._settled:
+                self._repeating, self._replays, self._returns_logs = frozenset(), 0, False
 
 
 class PlayedGroup:

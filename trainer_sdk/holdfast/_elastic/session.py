@@ -693,8 +693,8 @@ class ElasticSession(Session):
         return plan.line
 
     def _return_logs(self, given: Collection[int], scope: Collection[int]) -> None:
-        """Return their logs to the ranks `given` a state by replicas, if neighbours outside the
-        `scope` have kept them. Collective."""
+        """Return their logs to the ranks that replicas have `given` their state, if their
+        neighbours, outside the `scope`, have kept what they received. Collective."""
         pipeline = self._pipeline
         if pipeline is not None and pipeline.log.keeps_received and given:
             return_logs(given, {*given, *scope}, pipeline, self._exchange, self._world.rank)
