@@ -134,6 +134,8 @@ class Schedule:
             everyone = losses and len(losses[-1].victims) == topology.world_size
             if losses and (kind < 0.3 or everyone):  # within the replay
                 loss = replace(loss, step=2)
+                if not everyone and kind < 0.2:  # by one of those that repeat steps
+                    loss = _loss_again(rng, loss, losses[-1])
             elif losses and kind < 0.6:  # before anything newer is protected
                 loss = replace(loss, step=step + 1, point="settle", unseen=frozenset())
             losses.append(loss)
@@ -192,6 +194,17 @@ def _loss(rng: random.Random, step: int, topology: Topology, *, lies: bool = Tru
         corrupts=kind < 0.1,
         diverges=0.1 <= kind < 0.25,
         lies="messages" if 0.25 <= kind < 0.33 else "digests" if 0.33 <= kind < 0.4 else "",
+    )
+
+
+def _loss_again(rng: random.Random, loss: Loss, before: Loss) -> Loss:
+    """A loss that begins when one of the victims of the loss `before` repeats a step."""
+    first = rng.choice(before.victims)
+    return replace(
+        loss,
+        victims=(first, *(rank for rank in loss.victims if rank != first)),
+        point=rng.choice(("forward", "backward", "reduce", "sum")),
+        unseen=frozenset(),
     )
 
 
