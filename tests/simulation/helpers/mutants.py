@@ -597,7 +597,7 @@ MUTANTS = (
     ),
     Mutant(
         name="stages: send a rank back that a replica gives its state",
-        stages=True,
+        test="core/protection/test_replaying.py",
         edits=(
             (
                 "core/holdfast_core/protection/replaying.py",
@@ -618,19 +618,8 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="stages: state that a rank which was given its state has logged the steps before",
-        stages=True,
-        edits=(
-            (
-                f"{ELASTIC}/session.py",
-                "                self._hold_after(plan.target)\n",
-                "                self._hold_after(plan.target, keeps_log=True)\n",
-            ),
-        ),
-    ),
-    Mutant(
         name="stages: let neighbours return what they have sent in place of what they had received",
-        stages=True,
+        test="sdk/elastic/test_boundary_log.py",
         edits=(
             (
                 f"{ELASTIC}/boundary_log.py",

@@ -388,8 +388,8 @@ class Cluster:
         if len(lacking) < self.topology.pp:
             self._repeating, self._replays = lacking, self._replays + 1
             return "alone", lacking
-        # Unless training is repeated, the line may be of the step that the others have. And a replay
-        # may just have ended.
+        # Unless training is repeated, the line may be of the step that the others have. Besides, a
+        # replay may just have ended.
         repeats = self.schedule.repeats is Repeats.TRAINING and not self.schedule.every
         return "global" if repeats and self._settled else "", lacking
 
