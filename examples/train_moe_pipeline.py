@@ -225,7 +225,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seq", type=int, default=32, help="bytes per sequence")
     parser.add_argument(
+        "--seed",
+        type=int,
+        help="seed the dropout of each step, so that a rank which gets its state from a replica "
+        "draws the same numbers as the rank before it",
+    )
+    parser.add_argument(
         "--log-mib", type=float, default=64, help="MiB that the log of a rank may take"
+    )
+    parser.add_argument(
+        "--log-received",
+        action="store_true",
+        help="log what a rank receives as well, so that its neighbours get their logs back after "
+        "they are replaced",
     )
     parser.add_argument(
         "--directory",
@@ -243,7 +255,10 @@ def main(argv: list[str] | None = None) -> None:
     replicas = world.size // args.stages
     ep = replicas if args.expert_parallel else 1
     topology = holdfast.Topology(dp=replicas, ep=ep, pp=args.stages)
-    pipeline = elastic.Pipeline(world, topology, log_bytes=int(args.log_mib * 2**20))
+    log_bytes = int(args.log_mib * 2**20)
+    pipeline = elastic.Pipeline(
+        world, topology, log_bytes=log_bytes, log_received=args.log_received
+    )
     alone = world.group([[rank] for rank in range(world.size)])
     dispatch = alone if ep == 1 else pipeline.group
 
@@ -276,7 +291,7 @@ def main(argv: list[str] | None = None) -> None:
         world=world,
         pipeline=pipeline,
     )
-    for step in session.steps(args.steps):
+    for step in session.steps(args.steps, seed=args.seed):
         with step:
             if step.resumed:
                 batches = itertools.chain.from_iterable(itertools.repeat(loader))

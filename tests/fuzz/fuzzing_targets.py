@@ -361,7 +361,7 @@ def _window_record_seeds() -> list[bytes]:
 
 
 def _log_part(data: bytes) -> None:
-    from holdfast._elastic.boundary_log import decode_part, encode_part
+    from holdfast._elastic.boundary_log import BoundaryLog, decode_part, encode_part
     from holdfast._elastic.pipeline import BoundaryReplay
 
     part = decode_part(data)
@@ -370,6 +370,11 @@ def _log_part(data: bytes) -> None:
     replay = BoundaryReplay(plan, {1: part})
     replay.end()
     assert bool(replay.divergence) == bool(part.sent or part.received)
+    log = BoundaryLog(1000, keeps_received=True)
+    log.restart(2)
+    log.refill({1: part})
+    assert log.nbytes <= 1000
+    assert log.last == 2 and log.first <= 3
 
 
 def _log_part_seeds() -> list[bytes]:
@@ -377,7 +382,8 @@ def _log_part_seeds() -> list[bytes]:
 
     sent = (Message(Key(2, Crossing.GRADIENT, 0), b"abc", xxhash.xxh3_64_intdigest(b"abc")),)
     received = ((Key(2, Crossing.ACTIVATION, 1), 2**64 - 1), (Key(2, Crossing.SHARED, 0), 1))
-    return [encode_part(LogPart(sent, received)), encode_part(LogPart())]
+    returned = LogPart(sent, received, copies=sent, first=2, last=2)
+    return [encode_part(LogPart(sent, received)), encode_part(LogPart()), encode_part(returned)]
 
 
 def _replay_evidence(data: bytes) -> None:

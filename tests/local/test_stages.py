@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,16 @@ class Shape:
     """Of torch; empty for that of the script."""
     shares_experts: bool = False
     """Whether each rank of a stage has experts that no other rank has."""
+    seeded: bool = False
+    """Whether the random numbers of a step do not depend on the steps before."""
+    log_received: bool = False
+    """Whether ranks log what they receive, too."""
 
     @property
     def options(self) -> list[str]:
         """Arguments of the script."""
         stages = ["--stages", str(self.pp), *["--expert-parallel"] * self.shares_experts]
+        stages += ["--seed", "7"] * self.seeded + ["--log-received"] * self.log_received
         micro_batches = ["--microbatches", str(self.pp)]
         return [*stages, *micro_batches, "--schedule", self.schedule] if self.schedule else stages
 
@@ -58,6 +63,7 @@ class Shape:
 
 TWO_BY_TWO, THREE = Shape(2, 2), Shape(3, 1)
 EXPERTS = Shape(2, 2, shares_experts=True)
+SEEDED = Shape(3, 2, seeded=True)
 
 
 def make_job(directory: Path, shape: Shape, log_mib: float, how: str, window: int) -> Any:
@@ -170,9 +176,11 @@ class Run:
         *losses: Sequence[int],
         then: Sequence[Fault] = (),
         spared: Sequence[int] = (),
+        beside: Sequence[int] = (),
     ) -> None:
         """Train to the end, and lose these stages on the way, each time after some steps that are
-        in no snapshot, but for the ranks `spared`; `then` happens while they repeat steps."""
+        in no snapshot, but for the ranks `spared`; with the first ones, or before them all, the
+        ranks `beside`. `then` happens while they repeat steps."""
         async with self.cluster as cluster:
             step = 0
             for stages in losses:
@@ -180,7 +188,8 @@ class Run:
                 step = max(lines[-1].step for lines in found)
                 for fault in then:
                     self._prepare(fault, found)
-                lost = set(self.shape.ranks_of(stages)) - set(spared)
+                lost = {*self.shape.ranks_of(stages), *beside} - set(spared)
+                beside = ()
                 for rank, lines in enumerate(found):
                     os.kill(lines[-1].pid, signal.SIGKILL if rank in lost else signal.SIGCONT)
             assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
@@ -222,13 +231,17 @@ class Run:
             return self.line > 0 and self.whole < last < self.whole + self.window - 3
         return max(self.whole, after) + 3 <= last < min(self.whole + EVERY, STEPS) - 5
 
-    def check_end(self) -> list[list[Line]]:
-        """Check that each rank's final execution of each step is that of the undisturbed run;
-        return all executions."""
+    def check_end(self, live: Sequence[int] = ()) -> list[list[Line]]:
+        """Check that each rank's final execution of each step is that of the undisturbed run, but
+        for a step that one of the ranks `live` may have lost with its process; return all
+        executions."""
         found = self.lines()
-        for lines, expected in zip(found, undisturbed(self.shape), strict=True):
+        for rank, (lines, whole) in enumerate(zip(found, undisturbed(self.shape), strict=True)):
             final = {line.step: (line.loss, line.state) for line in self.with_whole_states(lines)}
-            assert final == {line.step: (line.loss, line.state) for line in expected}
+            expected = {line.step: (line.loss, line.state) for line in whole}
+            missing = expected.keys() - final.keys() if rank in live else set()
+            assert len(missing) <= 1
+            assert final == {step: one for step, one in expected.items() if step not in missing}
         return found
 
     def with_whole_states(self, lines: Sequence[Line]) -> list[Line]:
@@ -252,12 +265,19 @@ def running(
             print(run.report())
 
 
-def check_replay(run: Run, lost: Sequence[int], spared: Sequence[int] = ()) -> None:
+def check_replay(
+    run: Run, lost: Sequence[int], spared: Sequence[int] = (), live: Sequence[int] = ()
+) -> None:
     """Check that the ranks of the lost stages, and no others, have repeated the steps after the
-    line, with the bits of their first execution: those that were `spared` in their processes."""
-    for rank, lines in enumerate(run.check_end()):
+    line, with the bits of their first execution: those that were `spared` in their processes. The
+    ranks `live` have had two processes and have repeated none."""
+    for rank, lines in enumerate(run.check_end(live)):
         pids = list(dict.fromkeys(line.pid for line in lines))
         steps = [line.step for line in lines]
+        if rank in live:
+            assert len(pids) == 2
+            assert steps == sorted(set(steps))
+            continue
         if rank not in run.shape.ranks_of(lost):
             assert len(pids) == 1
             assert steps == list(range(1, STEPS + 1))  # none repeated
@@ -271,7 +291,8 @@ def check_replay(run: Run, lost: Sequence[int], spared: Sequence[int] = ()) -> N
     recovery, scope = run.cluster.status.local.recoveries[-1], run.shape.ranks_of(lost)
     assert recovery.source is RestoreSource.LOCAL
     kept = next(rank for rank in run.shape.ranks if rank not in scope)
-    target = max(line.step for line in run.lines()[kept] if line.epoch == 1)
+    last = max(line.epoch for line in run.lines()[kept])
+    target = max(line.step for line in run.lines()[kept] if line.epoch < last)
     ranks = f"ranks {', '.join(map(str, scope))}" if len(scope) > 1 else f"rank {scope[0]}"
     assert recovery.replay.startswith(f"{ranks} repeated steps {run.line + 1} to {target}")
 
@@ -313,6 +334,27 @@ def test_a_lost_rank_with_experts_of_its_own_takes_back_only_its_stage(
     with running(EXPERTS, window=window) as run:
         asyncio.run(run.lose([stage], spared=[beside]))
         check_replay(run, [stage], spared=[beside])
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("window", [0, WINDOW])
+def test_a_rank_that_is_lost_beside_a_stage_gets_its_state_from_its_replica(window: int) -> None:
+    """It is not of a neighbour, so no log of it is needed."""
+    with running(SEEDED, window=window) as run:
+        asyncio.run(run.lose([0], beside=[4]))
+        check_replay(run, [0], live=[4])
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_a_rank_that_a_replica_has_replaced_gives_a_later_lost_stage_its_log() -> None:
+    """Its neighbours have returned it. Without that, rank 3 and it would repeat steps as well."""
+    with running(replace(SEEDED, log_received=True)) as run:
+        asyncio.run(run.lose([], [0], beside=[2]))
+        check_replay(run, [0], live=[2])
 
 
 @pytest.mark.slow

@@ -52,10 +52,20 @@ def test_ranks_that_have_their_shards_go_back_only_to_a_line_that_is_older(
     assert cluster.counts["goes back" if every == 1 else "goes on"] == 0
 
 
-def play(topology: Topology, *losses: staging.Loss) -> staging.Cluster:
+def play(
+    topology: Topology, *losses: staging.Loss, every: int = 0, log_received: bool = False
+) -> staging.Cluster:
     with staging.surroundings():
         return staging.play(
-            staging.Schedule(seed=-1, topology=topology, window=3, steps=12, losses=losses)
+            staging.Schedule(
+                seed=-1,
+                topology=topology,
+                window=3,
+                steps=12,
+                losses=losses,
+                every=every,
+                log_received=log_received,
+            )
         )
 
 
@@ -103,6 +113,91 @@ def test_a_loss_in_a_replay_widens_its_scope_and_the_same_logs_are_used(
         # They wait through the replay that is cut off, and never repeat a step.
         assert cluster.processes[rank].first_in == {1: 1, 3: 8}
     assert cluster.counts["step alone"] > 0
+
+
+@pytest.mark.parametrize(
+    ("victims", "live", "stay"),
+    [
+        ((0, 1, 4), (4,), (2, 3, 5)),  # the other stage is none of its neighbours
+        pytest.param((4, 5, 1), (1,), (0, 2, 3), marks=pytest.mark.exhaustive),
+        ((0, 1, 2), (), (4, 5)),  # the log of a neighbour is lost with it
+        pytest.param((2, 3, 5), (), (0, 1), marks=pytest.mark.exhaustive),
+        pytest.param((1, 2, 3), (), (4, 5), marks=pytest.mark.exhaustive),
+        pytest.param((0, 1, 3, 4), (), (), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_a_rank_that_is_lost_beside_a_stage_gets_its_state_from_its_replica(
+    victims: tuple[int, ...], live: tuple[int, ...], stay: tuple[int, ...]
+) -> None:
+    cluster = play(staging.WIDE, staging.Loss(step=8, point="sum", victims=victims))
+    for rank, process in cluster.processes.items():
+        assert (process.first_in[2] == 8) == (rank in (*live, *stay)), rank
+    assert bool(cluster.counts["step alone"]) == bool(stay)
+
+
+@pytest.mark.parametrize(
+    ("point", "then", "goes_on"),
+    [
+        # In the hand-over: the rank that gets its state, the one that gives it (nobody else has
+        # it), and one of the lost stage.
+        ("restore", (4,), (2, 3, 4, 5)),
+        pytest.param("restore", (5,), (2, 3), marks=pytest.mark.exhaustive),
+        pytest.param("restore", (1,), (2, 3, 4, 5), marks=pytest.mark.exhaustive),
+        # While the stage repeats steps: now either one can give the other its state.
+        pytest.param("backward", (1, 4), (2, 3, 4, 5), marks=pytest.mark.exhaustive),
+        pytest.param("backward", (1, 5), (2, 3, 4, 5), marks=pytest.mark.exhaustive),
+        # The lost stage's neighbour, with its log; and rank 4 has none since it got its state.
+        pytest.param("backward", (1, 3), (), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_a_loss_while_a_replica_gives_its_state_widens_the_scope_by_what_it_needs(
+    point: str, then: tuple[int, ...], goes_on: tuple[int, ...]
+) -> None:
+    first = staging.Loss(step=8, point="sum", victims=(0, 1, 4))
+    second = staging.Loss(step=2, point=point, victims=then)
+    cluster = play(staging.WIDE, first, second)
+    for rank, process in cluster.processes.items():
+        assert (process.first_in[3] == 8) == (rank in goes_on), rank
+
+
+@pytest.mark.parametrize(
+    ("log_received", "losses", "stay"),
+    [
+        # A rank gets its state from its replica, and then a neighbouring stage needs its log.
+        (False, [((2,), "sum"), ((0, 1), "sum")], (4, 5)),
+        (True, [((2,), "sum"), ((0, 1), "sum")], (2, 3, 4, 5)),
+        # The same beside a stage that repeats steps, and within them.
+        pytest.param(
+            True, [((0, 1, 4), "sum"), ((2, 3), "sum")], (0, 1, 4, 5), marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            True, [((0, 1, 4), "sum"), ((1, 3), "backward")], (4, 5), marks=pytest.mark.exhaustive
+        ),
+        # Both ends of a boundary at once: nobody has what crossed it.
+        pytest.param(True, [((2, 4), "sum"), ((0, 1), "sum")], (), marks=pytest.mark.exhaustive),
+        # Two stages at once need no more than the logs of the third one.
+        pytest.param(False, [((0, 1, 2, 3), "sum")], (4, 5), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_a_log_that_neighbours_return_keeps_a_stage_where_it_is(
+    log_received: bool, losses: list[tuple[tuple[int, ...], str]], stay: tuple[int, ...]
+) -> None:
+    cluster = play(
+        staging.WIDE,
+        *(
+            staging.Loss(step=2 if point == "backward" else 9 + number, point=point, victims=of)
+            for number, (of, point) in enumerate(losses)
+        ),
+        every=6,
+        log_received=log_received,
+    )
+    last = len(losses) + 1
+    reached = {rank: one.first_in[last] for rank, one in cluster.processes.items()}
+    newest = max(reached.values()) if stay else None
+    assert {rank for rank, step in reached.items() if step == newest} == set(stay)
 
 
 def test_all_ranks_go_back_when_replays_are_cut_off_again_and_again() -> None:

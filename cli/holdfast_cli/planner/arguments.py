@@ -138,6 +138,11 @@ def _add_boundary_logs(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of micro-batches of one rank in a step",
     )
+    add(
+        "--log-received",
+        action="store_true",
+        help="ranks also log what they receive (log_received of elastic.Pipeline)",
+    )
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

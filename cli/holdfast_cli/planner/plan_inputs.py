@@ -74,13 +74,18 @@ def sent_of(options: argparse.Namespace) -> SentAtBoundaries | None:
         InvalidJobError: when one of the flags is missing.
     """
     activation_bytes, micro_batches = options.activation_bytes, options.micro_batches
-    if activation_bytes is None and micro_batches is None:
+    if activation_bytes is None and micro_batches is None and not options.log_received:
         return None
     if activation_bytes is None or micro_batches is None:
         raise InvalidJobError(
-            "--activation-bytes and --micro-batches count the logs together: give both, or none"
+            "--activation-bytes and --micro-batches count the logs together (with --log-received, "
+            "also what ranks receive): give both, or none"
         )
-    return SentAtBoundaries(activation_bytes=activation_bytes, micro_batches=micro_batches)
+    return SentAtBoundaries(
+        activation_bytes=activation_bytes,
+        micro_batches=micro_batches,
+        log_received=options.log_received,
+    )
 
 
 def _policy_flags(options: argparse.Namespace) -> list[str]:

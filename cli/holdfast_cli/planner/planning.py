@@ -72,6 +72,8 @@ class SentAtBoundaries:
     """Output of a stage for one micro-batch, as one rank sends it."""
     micro_batches: int
     """Micro-batches of one rank in a step."""
+    log_received: bool = False
+    """Whether ranks also log what they receive."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,6 +229,7 @@ def _logs(job: MoETrainingJob, settings: PlanSettings, sent: SentAtBoundaries) -
         job,
         activation_bytes=sent.activation_bytes,
         micro_batches=sent.micro_batches,
+        log_received=sent.log_received,
         interval_steps=job.spec.snapshot.interval.asked_steps(best_steps),
         lag_steps=max(1, ceil(sum(_times(job, settings)) / settings.step_s)),
     )

@@ -9,6 +9,10 @@ their stages that still have their state go back with them, and the other stages
 have logged at their boundaries (MoEvement §3.4). A stage whose log is needed and too short goes
 back as well. This scope is the smallest one, because each of its stages has to be in any other.
 
+A lost rank of another stage that has a live replica does not go back: the replica gives it the
+newest state. What it had logged is lost, though, so its stage does go back if it is a neighbour of
+one that repeats steps.
+
 The plan follows from statements of all ranks, and is the same on each of them. It relies only on
 what the statements show: if one is missing or contradicts another, there is no plan, and all ranks
 restore the line.
@@ -16,7 +20,7 @@ restore the line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -38,6 +42,8 @@ class ReplayEvidence(msgspec.Struct, frozen=True, kw_only=True):
     first."""
     whole: int = NO_LINE
     """Step after which the state is whole: of a sparse window, the last; otherwise as `line`."""
+    window: bool = False
+    """Whether this line is a sparse window, in which units are of several steps."""
     logged_from: int = 1
     """First step whose boundary traffic it has logged."""
     logged_to: int = 0
@@ -76,7 +82,7 @@ class ReplayPlan:
 
     scope: tuple[int, ...]
     """Ranks that restore the line and repeat steps, ascending: all ranks whose state is lost, and
-    if there are steps to repeat, the other ranks of their stages."""
+    if there are steps to repeat, the other ranks of their stages, but none of `given`."""
     line: int
     """Step that they restore."""
     target: int
@@ -87,11 +93,19 @@ class ReplayPlan:
     the scope compute again what they send."""
     shared_by: int = 0
     """Rank outside the scope that gives what all ranks have added up, if steps are repeated."""
+    given: tuple[int, ...] = ()
+    """Lost ranks outside the scope, ascending: live replicas give them the state after `target`."""
 
 
-def plan_replay(ranks: Sequence[ReplayEvidence]) -> ReplayPlan | str:
-    """Plan from the statements of all ranks of the new world, in their order; or the reason why all
-    ranks have to restore the line."""
+def plan_replay(
+    ranks: Sequence[ReplayEvidence], replicated: Collection[int] = ()
+) -> ReplayPlan | str:
+    """Plan the recovery of the lost ranks alone, or say why all ranks have to restore the line.
+
+    Args:
+        ranks: statements of all ranks of the new world, in their order.
+        replicated: lost ranks whose state live ranks of their stages can give them.
+    """
     for rank, evidence in enumerate(ranks):
         if evidence.problem:
             return f"rank {rank}: {evidence.problem}"
@@ -116,22 +130,25 @@ def plan_replay(ranks: Sequence[ReplayEvidence]) -> ReplayPlan | str:
     if not 0 <= line <= whole <= target:
         return f"from line {line}, whole after {whole}, no stage can repeat steps to {target}"
     if line == target:
+        if any(evidence.window for evidence in ranks):
+            return "the line is a window, in which units are of several steps"
         shared_by = next(rank for rank in range(len(ranks)) if rank not in lost)
         return ReplayPlan(scope=lost, line=line, target=target, shared_by=shared_by)
-    return _plan_repeated(ranks, topology, lost, line, target)
+    return _plan_repeated(ranks, topology, lost, replicated, line, target)
 
 
 def _plan_repeated(
     ranks: Sequence[ReplayEvidence],
     topology: Topology,
     lost: Sequence[int],
+    replicated: Collection[int],
     line: int,
     target: int,
 ) -> ReplayPlan | str:
     """Plan how the stages of the `lost` ranks repeat the steps from `line` to `target`; or the
     reason why all ranks have to restore the line."""
     ring = any(evidence.ring for evidence in ranks)
-    stages = {topology.coordinates(rank).pp for rank in lost}
+    stages = {topology.coordinates(rank).pp for rank in lost if rank not in replicated}
     short: set[int] = set()
     """Ranks whose logs are needed and too short."""
     while True:
@@ -145,7 +162,12 @@ def _plan_repeated(
         stages |= {topology.coordinates(giver).pp for giver in lacking}
     if givers:
         return ReplayPlan(
-            scope=tuple(scope), line=line, target=target, sources=sources, shared_by=min(givers)
+            scope=tuple(scope),
+            line=line,
+            target=target,
+            sources=sources,
+            shared_by=min(givers),
+            given=tuple(rank for rank in lost if rank not in scope),
         )
     why = f"the line is of step {line} and the others have step {target}, but"
     if short:

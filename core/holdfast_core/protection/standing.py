@@ -76,9 +76,9 @@ class StandingAction(StrEnum):
     FORWARD = "forward"
     """First finish `step` on the ranks that have not; then all state again."""
     REPLAY = "replay"
-    """Let the ranks whose state is lost restore the recovery line, and repeat the steps after it
-    with the other ranks of their stages, if the evidence of all ranks allows it; otherwise do as
-    for `LINE`."""
+    """Let the ranks whose state nobody else has restore the recovery line, and repeat the steps
+    after it with the other ranks of their stages, if the evidence of all ranks allows it; new ranks
+    of other stages get their state as for `LIVE`. Otherwise do as for `LINE`."""
     LINE = "line"
     """Restore the recovery line."""
 
@@ -91,7 +91,8 @@ class StandingVerdict:
     reason: str
     step: int = 0
     sources: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """New rank → pair of ranks: one gives it the non-expert state, the other experts."""
+    """New rank → pair of ranks: one gives it the non-expert state, the other experts. For `REPLAY`,
+    of the new ranks whose state others have."""
 
 
 def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
@@ -134,6 +135,7 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
         return _back(wrong)
     lacking = [rank for rank in range(len(ranks)) if rank not in live]
     givers = {rank: _sources_of(rank, topology, live) for rank in lacking}
+    sources = {rank: pair for rank, pair in givers.items() if not isinstance(pair, str)}
     lost = next((reason for reason in givers.values() if isinstance(reason, str)), "")
     # A line that can be restored on some ranks alone has their places in this world.
     if lost and (before != topology or any(live[rank].rank != rank for rank in live)):
@@ -149,13 +151,14 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
             action=StandingAction.REPLAY,
             reason=f"ranks {sorted(live)} have the state after step {newest}, and {lost}",
             step=newest,
+            sources=sources,
         )
     given = f", and give ranks {lacking} theirs" if lacking else ""
     return StandingVerdict(
         action=StandingAction.LIVE,
         reason=f"ranks {sorted(live)} have the state after step {newest}{given}",
         step=newest,
-        sources={rank: pair for rank, pair in givers.items() if not isinstance(pair, str)},
+        sources=sources,
     )
 
 

@@ -596,6 +596,78 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="stages: send a rank back that a replica gives its state",
+        test="core/protection/test_replaying.py",
+        edits=(
+            (
+                "core/holdfast_core/protection/replaying.py",
+                "for rank in lost if rank not in replicated}",
+                "for rank in lost}",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: count on the log of a rank that a replica gives its state",
+        stages=True,
+        edits=(
+            (
+                "core/holdfast_core/protection/replaying.py",
+                "if not _has_logged(ranks[giver], line, target)}",
+                "if not (giver in replicated or _has_logged(ranks[giver], line, target))}",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: let neighbours return what they have sent in place of what they had received",
+        test="sdk/elastic/test_boundary_log.py",
+        edits=(
+            (
+                f"{ELASTIC}/boundary_log.py",
+                "for message in part.copies:\n                    self._keep_sent(rank, message)",
+                "for message in part.sent:\n                    self._keep_sent(rank, message)",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: count on a returned log further back than all neighbours reach",
+        stages=True,
+        edits=(
+            (
+                f"{ELASTIC}/boundary_log.py",
+                "first = max(part.first for part in parts.values())",
+                "first = min(part.first for part in parts.values()) - 100",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: return a log without the part of a neighbour that has none",
+        stages=True,
+        edits=(
+            (
+                f"{ELASTIC}/stage_replay.py",
+                "if rank in of and not of.intersection(without):",
+                "if rank in of and rank not in without:",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: replay from logs of a timeline that was given up",
+        stages=True,
+        enforced_by="each execution of a step logs all of its messages again, under their names",
+        edits=(
+            (
+                f"{ELASTIC}/boundary_log.py",
+                "for late in [one for one in self._steps if one >= step]:",
+                "for late in [one for one in self._steps if one > step + 100]:",
+            ),
+            (
+                f"{ELASTIC}/boundary_log.py",
+                "        self._steps[step] = _Step()\n",
+                "        self._steps.setdefault(step, _Step())\n",
+            ),
+        ),
+    ),
+    Mutant(
         name="stages: repeat steps with logs that do not reach back to the line",
         stages=True,
         edits=(

@@ -1,14 +1,14 @@
 """Model of a pipeline whose stages are lost: the SDK's loop, windows, logs and replays, in threads.
 
-Four ranks train in two or four stages, each in a thread of its own with a real session, real
+Four or six ranks train in two to four stages, each in a thread of its own with a real session, real
 boundaries and real snapshots; what is played is the world: messages, deaths, and when a window is
 protected. One seed decides who dies when, together or one after another, in a step, a replay or a
 restore, and what a replay does wrong. After every completed step each rank must have the bytes of
 an undisturbed run; a stage whose neighbours have logged enough must repeat steps alone.
 
-Other schedules have shards in place of stages: each rank holds a layer that nobody else has, and
-there is a snapshot of all at every n-th step. Then lost ranks must restore alone exactly where the
-line is of the others' step.
+Some schedules have a snapshot of all at every n-th step in place of windows. Others have shards in
+place of stages, too: each rank holds a layer that nobody else has. Then lost ranks must restore
+alone exactly where the line is of the others' step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import random
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ from holdfast._session.protected import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
 from holdfast_core.job.snapshots import Full, Repeats, SparseWindows
+from holdfast_core.protection.replaying import pipeline_neighbours
 from holdfast_core.protection.standing import (
     RankStanding,
     StandingAction,
@@ -52,13 +53,18 @@ from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_core.topology import Topology
 
 RANKS, MICROBATCHES, WIDTH = 4, 2, 3
+"""Ranks of most schedules; those of `WIDE` have more."""
 STEPS_MAX = 36
 """Most steps of a schedule."""
 ROOM = 1 << 20
 """Bytes for logs that never make room."""
 WAIT_S = 20.0
+REPLAYS_MAX = 3
+"""Replays of a step after which all ranks go back."""
 PARTS = Topology(dp=1, tp=2, pp=2)
 """Stages whose ranks hold different parts, so that one that is lost takes the other back."""
+WIDE = Topology(dp=2, pp=3)
+"""Three stages of replicas, so that one can be lost while another one has a live replica left."""
 POINTS = ("forward", "backward", "reduce", "sum", "vote", "optimizer", "settle", "restore")
 """Where a rank may die: before the call of that name."""
 ENDED = "the training world has ended"
@@ -101,24 +107,35 @@ class Schedule:
     steps: int
     losses: tuple[Loss, ...] = ()
     log_bytes: int = ROOM
+    log_received: bool = False
+    """Whether logs keep what ranks receive, too."""
     repeats: Repeats = Repeats.TRAINING
     """What a restore of a window repeats."""
     every: int = 0
-    """Steps from one snapshot of all to the next, where ranks have shards; 0 where they have
-    stages, and windows."""
+    """Steps from one snapshot of all to the next; 0 for windows."""
+
+    @property
+    def shards(self) -> bool:
+        """Whether ranks have shards, and not stages."""
+        return self.topology.pp == 1
 
     @classmethod
     def of(cls, seed: int) -> Schedule:
         rng = random.Random(seed)
-        topology = rng.choice((*[Topology(dp=1, pp=4)] * 4, Topology(dp=2, pp=2), PARTS))
+        topology = rng.choice((*[Topology(dp=1, pp=4)] * 4, Topology(dp=2, pp=2), PARTS, WIDE))
         window, count = rng.choice((2, 3, 4)), rng.choice((1, 2, 2, 3))
         losses: list[Loss] = []
+        every = rng.choice((0, 0, 0, 4))
         step = rng.choice((2, window + 2, window + 3))
+        step = max(step, every + 2) if every else step  # something is protected
         for _ in range(count):
-            loss = _loss(rng, step + rng.choice((0, 0, 1, 2, window)))
+            loss = _loss(rng, step + rng.choice((0, 0, 1, 2, window)), topology)
             kind = rng.random()
-            if losses and (kind < 0.3 or len(losses[-1].victims) == RANKS):  # within the replay
+            everyone = losses and len(losses[-1].victims) == topology.world_size
+            if losses and (kind < 0.3 or everyone):  # within the replay
                 loss = replace(loss, step=2)
+                if not everyone and kind < 0.2:  # by one of those that repeat steps
+                    loss = _loss_again(rng, loss, losses[-1])
             elif losses and kind < 0.6:  # before anything newer is protected
                 loss = replace(loss, step=step + 1, point="settle", unseen=frozenset())
             losses.append(loss)
@@ -131,6 +148,8 @@ class Schedule:
             losses=tuple(losses),
             log_bytes=ROOM if rng.random() < 0.8 else rng.choice((200, 1000)),
             repeats=rng.choice(tuple(Repeats)),
+            log_received=rng.random() < 0.5,
+            every=every,
         )
 
     @classmethod
@@ -140,7 +159,7 @@ class Schedule:
         every = rng.choice((1, 1, 1, 3))
         step = every + rng.choice((2, 3, 4))  # something is protected
         for _ in range(rng.choice((1, 2, 3))):
-            loss = _loss(rng, step, lies=False)
+            loss = _loss(rng, step, Topology(dp=RANKS), lies=False)
             if losses and rng.random() < 0.3:  # while ranks restore
                 loss = replace(loss, step=2, point="restore", unseen=frozenset())
             losses.append(loss)
@@ -155,10 +174,16 @@ class Schedule:
         )
 
 
-def _loss(rng: random.Random, step: int, *, lies: bool = True) -> Loss:
-    victims = tuple(rng.sample(range(RANKS), rng.choice((1, 1, 1, 1, 2, 2, 4))))
+def _loss(rng: random.Random, step: int, topology: Topology, *, lies: bool = True) -> Loss:
+    ranks = range(topology.world_size)
+    victims = tuple(rng.sample(ranks, rng.choice((1, 1, 1, 1, 2, 2, len(ranks)))))
+    if topology == WIDE and rng.random() < 0.6:  # a stage, and perhaps a rank of another one
+        stage = rng.randrange(topology.pp) * topology.dp
+        lost = range(stage, stage + topology.dp)
+        more = rng.sample([rank for rank in ranks if rank not in lost], rng.choice((0, 1, 1)))
+        victims = tuple(rng.sample([*lost, *more], len(lost) + len(more)))
     point = rng.choice(POINTS)
-    others = [rank for rank in range(RANKS) if rank not in victims]
+    others = [rank for rank in ranks if rank not in victims]
     unseen = rng.sample(others, rng.randint(0, len(others))) if point == "vote" else ()
     kind = rng.random() if lies else 1.0
     return Loss(
@@ -169,6 +194,17 @@ def _loss(rng: random.Random, step: int, *, lies: bool = True) -> Loss:
         corrupts=kind < 0.1,
         diverges=0.1 <= kind < 0.25,
         lies="messages" if 0.25 <= kind < 0.33 else "digests" if 0.33 <= kind < 0.4 else "",
+    )
+
+
+def _loss_again(rng: random.Random, loss: Loss, before: Loss) -> Loss:
+    """A loss that begins when one of the victims of the loss `before` repeats a step."""
+    first = rng.choice(before.victims)
+    return replace(
+        loss,
+        victims=(first, *(rank for rank in loss.victims if rank != first)),
+        point=rng.choice(("forward", "backward", "reduce", "sum")),
+        unseen=frozenset(),
     )
 
 
@@ -186,6 +222,8 @@ class Process:
     daemon: FakeDaemon | None = None
     completed: int | None = None
     """Newest step that it has completed in its life."""
+    repeats_in: int = 0
+    """Newest epoch in which it repeats steps alone."""
     first_in: dict[int, int] = field(default_factory=dict)
     """Epoch → the first step that it began there."""
 
@@ -227,6 +265,8 @@ class Cluster:
         """Epochs whose replays compute something else."""
         self.lied = False
         """Whether a log has begun to lie."""
+        self.corrupted = False
+        """Whether a bit of a log has flipped."""
         self.counts: Counter[str] = Counter()
         self._left = list(schedule.losses)
         self._gathered: dict[tuple[Any, ...], dict[int, Any]] = {}
@@ -234,6 +274,16 @@ class Cluster:
         self._lines: dict[int, Generation | None] = {}
         self._settled = 0
         """Newest step that all ranks have completed since the last loss."""
+        self._repeating = frozenset[int]()
+        """Stages that repeat steps alone since the last loss; empty when all ranks have completed a
+        step since then."""
+        self._replays = 0
+        """Losses since then that have led to a replay."""
+        self._returns_logs = False
+        """Whether some ranks may not yet have got their logs back."""
+        self._has_late_logs = False
+        """Whether the logs of some ranks may begin after the line: replicas have given them their
+        state since the newest generation was protected."""
 
     # --- processes --------------------------------------------------------------------------------
 
@@ -296,6 +346,7 @@ class Cluster:
             completed={one.rank: one.completed or 0 for one in living},
         )
         if loss.corrupts:
+            self.corrupted = True
             for one in living:
                 _flip(one)
         if loss.lies:
@@ -309,23 +360,47 @@ class Cluster:
     def _expected(self, loss: Loss, living: Sequence[Process]) -> tuple[str, frozenset[int]]:
         """Where `loss` is to lead, if that is plain; see `Recovery`."""
         stages = [self.topology.coordinates(rank).pp for rank in loss.victims]
-        lacking = frozenset(one for one in stages if stages.count(one) == self.topology.dp)
+        whole = self.topology.dp * self.topology.tp
+        lacking = frozenset(one for one in stages if stages.count(one) == whole)
         if self.topology == PARTS:
             lacking = frozenset(stages)
+        # Those of a replay that is cut off lack their state as well.
+        repeating, self._repeating = self._repeating, frozenset()
+        lacking |= repeating
         if not living:
             return "global", lacking
-        if self.schedule.every:
+        if self.schedule.shards:
             return self._expected_of_shards(loss), frozenset()
-        doubtful = loss.corrupts or loss.diverges or loss.lies or self.lied
-        if not self._settled or self.schedule.log_bytes < ROOM or doubtful:
+        # A rank that is lost elsewhere has lost its log, which a neighbour would need.
+        given, scope = set(stages) - lacking, set(lacking)
+        while joining := {one for one in given - scope if scope & {one - 1, one + 1}}:
+            scope |= joining
+        lacking = frozenset(scope)
+        late = self._has_late_logs or (not self._settled and self._returns_logs)
+        self._has_late_logs = late or self._loses_logs(loss, scope)
+        self._returns_logs = bool(given - scope)
+        doubtful = loss.corrupts or loss.diverges or loss.lies or self.lied or (late and lacking)
+        known = self._settled or (repeating and self._replays < REPLAYS_MAX)
+        if not known or self.schedule.log_bytes < ROOM or doubtful:
             return "", lacking
         if not lacking:
             return "live", lacking
-        # A rank that is lost elsewhere has lost its log.
-        if lacking == set(stages) and len(lacking) < self.topology.pp:
+        if len(lacking) < self.topology.pp:
+            self._repeating, self._replays = lacking, self._replays + 1
             return "alone", lacking
-        # Where only the optimizer is repeated, the line may be of the step that the others have.
-        return "global" if self.schedule.repeats is Repeats.TRAINING else "", lacking
+        # Unless training is repeated, the line may be of the step that the others have. Besides, a
+        # replay may just have ended.
+        repeats = self.schedule.repeats is Repeats.TRAINING and not self.schedule.every
+        return "global" if repeats and self._settled else "", lacking
+
+    def _loses_logs(self, loss: Loss, scope: Collection[int]) -> bool:
+        """Whether ranks outside the `scope` lose their logs for good."""
+        for rank in loss.victims:
+            beside = set(pipeline_neighbours(rank, self.topology))
+            returned = self.schedule.log_received and not beside & set(loss.victims)
+            if self.topology.coordinates(rank).pp not in scope and not returned:
+                return True
+        return False
 
     def _expected_of_shards(self, loss: Loss) -> str:
         """Where the loss of shards is to lead, if that is plain: the step before was saved on all
@@ -343,7 +418,7 @@ class Cluster:
         epoch: int,
         what: tuple[Any, ...],
         value: Any,
-        ranks: Sequence[int] = range(RANKS),
+        ranks: Sequence[int],
         *,
         votes_on: int = 0,
     ) -> list[Any]:
@@ -394,9 +469,10 @@ class Cluster:
         """Newest generation of which every rank has its snapshot, when the epoch begins."""
         with self.changed:
             if epoch not in self._lines:
+                ranks = self.topology.world_size
                 held = [
-                    FakeDaemon(self.directory, rank=rank, world_size=RANKS).sealed()
-                    for rank in range(RANKS)
+                    FakeDaemon(self.directory, rank=rank, world_size=ranks).sealed()
+                    for rank in range(ranks)
                 ]
                 common = set.intersection(*(set(one) for one in held))
                 self._lines[epoch] = max(common, default=None)
@@ -451,10 +527,24 @@ class Cluster:
                 f"rank {process.rank} has another state after step {step} in epoch {epoch}"
             )
         self.states[process.rank, step] = digest
-        if process.pipeline and not self.recoveries and self.schedule.log_bytes == ROOM:
+        whole = self.schedule.log_bytes == ROOM and not self.schedule.every
+        if process.pipeline and not self.recoveries and whole:
             kept = process.pipeline.log.last - process.pipeline.log.first + 1
             most = 2 * self.schedule.window + 1
             assert kept <= most, f"rank {process.rank} logs {kept} steps after step {step}"
+
+    def ends_replay(self, process: Process, epoch: int, difference: str) -> None:
+        """Check that only a replay that computes something else, or that had a wrong log, has
+        differed from the first execution."""
+        caused = self.lied or self.corrupted or epoch in self.diverging
+        if process.repeats_in == epoch and difference and not caused:
+            raise AssertionError(f"rank {process.rank} differs in epoch {epoch}: {difference}")
+
+    def protects(self, epoch: int) -> None:
+        """Note that a generation of an epoch is protected."""
+        with self.changed:
+            if epoch == self.epoch:
+                self._has_late_logs = False
 
     def all_completed(self, epoch: int, step: int) -> None:
         """Note that all ranks of an epoch have completed a step, and that none is restoring."""
@@ -466,6 +556,8 @@ class Cluster:
                 for one in self.processes.values()
             )
             self._settled = 0 if frozen else step
+            if self._settled:
+                self._repeating, self._replays, self._returns_logs = frozenset(), 0, False
 
 
 class PlayedGroup:
@@ -483,13 +575,14 @@ class PlayedGroup:
 class PipelineWorld:
     """The part of `World` that a session and a pipeline use."""
 
-    stays, size, nproc = True, RANKS, 1
+    stays, nproc = True, 1
     failure: Exception | None = None
 
     def __init__(self, cluster: Cluster, process: Process) -> None:
         self._cluster, self._process, self.rank = cluster, process, process.rank
         self.epoch, self._met, self._rounds, self._left = 0, 0, 0, True
         self._calls: Counter[tuple[Any, ...]] = Counter()
+        self.size = cluster.topology.world_size
         process.world = self
         self.verdict = self.stand(RankStanding())
         while self.verdict.action is StandingAction.FORWARD:
@@ -535,7 +628,8 @@ class PipelineWorld:
                     self._met, self._rounds = cluster.epoch, 0
             self._rounds += 1
             try:
-                said = cluster.meet(self._process, self._met, ("stand", self._rounds), own)
+                what = ("stand", self._rounds)
+                said = cluster.meet(self._process, self._met, what, own, range(self.size))
             except UnreachableError:
                 continue
             return standing(said)
@@ -545,14 +639,16 @@ class PipelineWorld:
         self._calls.clear()
 
     def gather(
-        self, name: str, value: Any, ranks: Sequence[int] = range(RANKS), *, votes_on: int = 0
+        self, name: str, value: Any, ranks: Sequence[int] = (), *, votes_on: int = 0
     ) -> list[Any]:
-        """Exchange values with `ranks`, in the order in which they call it."""
+        """Exchange values with `ranks`, or with all, in the order in which they call it."""
+        ranks = tuple(ranks or range(self.size))
         self._calls[name, ranks] += 1
-        what = (name, tuple(ranks), self._calls[name, ranks])
+        what = (name, ranks, self._calls[name, ranks])
         return self._cluster.meet(self._process, self.epoch, what, value, ranks, votes_on=votes_on)
 
     def gather_patiently(self, text: str) -> list[str]:
+        self._cluster.ends_replay(self._process, self.epoch, text)
         return self.gather("patiently", text)
 
     def send(self, flat: torch.Tensor, to: int) -> None:
@@ -711,11 +807,12 @@ def make_session(
     stateful: dict[str, Any],
 ) -> WorldSession:
     world, every = process.world, cluster.schedule.every
+    shards = cluster.schedule.shards
     assert world is not None
     process.daemon = FakeDaemon(
         cluster.directory,
         rank=world.rank,
-        world_size=RANKS,
+        world_size=world.size,
         epoch=world.epoch,
         protects=False,
         line=cluster.line(world.epoch),
@@ -729,7 +826,7 @@ def make_session(
         job="j",
         topology=cluster.topology,
         units=unit_of,
-        private=OF_RANK if every else [],
+        private=OF_RANK if shards else [],
         settings=holdfast.Settings(
             policy=Full()
             if every
@@ -779,6 +876,7 @@ def settle(cluster: Cluster, process: Process, session: ElasticSession, step: in
     assert process.daemon is not None
     process.daemon.announce("protected", Generation(process.world.epoch, handle.step))
     handle.protected.result(WAIT_S)
+    cluster.protects(process.world.epoch)
 
 
 def run_step(
@@ -868,13 +966,18 @@ def train(cluster: Cluster, process: Process) -> None:
     schedule = cluster.schedule
     world: Any = PipelineWorld(cluster, process)
     at = cluster.topology.coordinates(process.rank)
-    model = Shards(process.rank) if schedule.every else Stage(schedule.window, at.pp)
-    position, run = Position(), run_step_of_shards if schedule.every else run_step
+    model = Shards(process.rank) if schedule.shards else Stage(schedule.window, at.pp)
+    position, run = Position(), run_step_of_shards if schedule.shards else run_step
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
     stateful = {"position": position, "scheduler": scheduler}
-    if not schedule.every:
-        process.pipeline = Pipeline(world, cluster.topology, log_bytes=schedule.log_bytes)
+    if not schedule.shards:
+        process.pipeline = Pipeline(
+            world,
+            cluster.topology,
+            log_bytes=schedule.log_bytes,
+            log_received=schedule.log_received,
+        )
     session = process.session = ElasticSession(
         world,
         lambda: make_session(cluster, process, model, optimizer, stateful),
@@ -886,6 +989,7 @@ def train(cluster: Cluster, process: Process) -> None:
     for step in session.steps(schedule.steps):
         alone = session._replaying is not None
         frozen = session._session.repeats
+        process.repeats_in = world.epoch if alone else process.repeats_in
         with step:
             cluster.begins(process, world.epoch, int(step))
             settle(cluster, process, session, int(step))
@@ -916,8 +1020,10 @@ def play(schedule: Schedule) -> Cluster:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
         if schedule.losses:
             undisturbed(schedule.topology, schedule.window, schedule.every)
+        ranks = range(schedule.topology.world_size)
+        os.environ["WORLD_SIZE"] = str(len(ranks))
         cluster = Cluster(schedule, Path(path))
-        for rank in range(RANKS):
+        for rank in ranks:
             cluster.start(rank)
         for thread in iter(cluster.threads):
             thread.join(2 * WAIT_S)
@@ -925,7 +1031,7 @@ def play(schedule: Schedule) -> Cluster:
     if cluster.failures:
         raise cluster.failures[0]
     last = {rank for rank, step in cluster.states if step == schedule.steps}
-    assert last == set(range(RANKS)), f"only ranks {sorted(last)} end"
+    assert last == set(ranks), f"only ranks {sorted(last)} end"
     return cluster
 
 
@@ -933,7 +1039,6 @@ def play(schedule: Schedule) -> Cluster:
 def surroundings() -> Iterator[None]:
     """Have what a script's process has."""
     size, before = os.environ.get("WORLD_SIZE"), torch.are_deterministic_algorithms_enabled()
-    os.environ["WORLD_SIZE"] = str(RANKS)
     torch.use_deterministic_algorithms(True)
     logging.disable(logging.ERROR)  # of losses that are played, and what follows from them
     try:
@@ -941,7 +1046,7 @@ def surroundings() -> Iterator[None]:
     finally:
         logging.disable(logging.NOTSET)
         torch.use_deterministic_algorithms(before)
-        del os.environ["WORLD_SIZE"]
+        os.environ.pop("WORLD_SIZE", None)
         if size is not None:
             os.environ["WORLD_SIZE"] = size
 

@@ -2,13 +2,14 @@
 
 The sender keeps the whole message, and the receiver keeps its digest. So the neighbours of a lost
 stage can give it the messages that they had sent, and can verify that it sends the same messages
-again. The log never grows beyond its bound: it drops the oldest steps, and a replay that would need
-them is not planned.
+again. If logs keep received messages as well, the messages of a rank outlive its process: its
+neighbours return them to the process that takes its place. The log never grows beyond its bound: it
+drops the oldest steps, and a replay that would need them is not planned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -17,6 +18,9 @@ import torch
 import xxhash
 
 from holdfast_core.errors import CorruptError
+
+EVERYONE = -1
+"""Stands for all ranks in the log, in place of one rank."""
 
 
 class Crossing(StrEnum):
@@ -64,12 +68,19 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class LogPart(msgspec.Struct, frozen=True):
-    """The part of one rank's log that it gives to another rank for its replay."""
+    """The part of one rank's log that it gives to another rank: for the replay of that rank, or to
+    return to it what its own log had held."""
 
     sent: tuple[Message, ...] = ()
     """The messages that it had sent to the other rank, and sums."""
     received: tuple[tuple[Key, int], ...] = ()
     """The digests of the messages that it had received from the other rank."""
+    copies: tuple[Message, ...] = ()
+    """These messages themselves, if it returns them."""
+    first: int = 1
+    """First step that the part has whole, if it returns messages."""
+    last: int = 0
+    """Last of these steps."""
 
 
 _PART = msgspec.msgpack.Decoder(LogPart)
@@ -100,10 +111,12 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 @dataclass(slots=True)
 class _Step:
-    """The messages of one step, each with the other rank, or -1 for all ranks."""
+    """The messages of one step, each with the other rank, or `EVERYONE`."""
 
     sent: dict[tuple[int, Key], Message] = field(default_factory=dict)
     received: dict[tuple[int, Key], int] = field(default_factory=dict)
+    copies: dict[tuple[int, Key], Message] = field(default_factory=dict)
+    """The received messages, if the log keeps them."""
     nbytes: int = 0
 
 
@@ -112,10 +125,11 @@ class BoundaryLog:
 
     Args:
         bytes_max: largest number of bytes of messages to keep.
+        keeps_received: whether it also keeps the messages that this rank receives.
     """
 
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
+    def __init__(self, bytes_max: int, *, keeps_received: bool = False) -> None:
+        self._bytes_max, self.keeps_received = bytes_max, keeps_received
         self._steps: dict[int, _Step] = {}
         self._nbytes = 0
         self._first, self._last = 1, 0
@@ -159,20 +173,76 @@ class BoundaryLog:
     def add_sent(self, to: int, key: Key, data: bytes) -> int:
         """Log a message to rank `to`; return its digest."""
         message = Message(key, data, xxhash.xxh3_64_intdigest(data))
-        step = self._steps.get(key.step)
-        if step is not None:
-            step.sent[to, key] = message
-            step.nbytes += len(data)
-            self._nbytes += len(data)
-        while self._nbytes > self._bytes_max:
-            self.drop_to(min(self._steps))
+        self._keep_sent(to, message)
         return message.digest
 
-    def add_received(self, source: int, key: Key, digest: int) -> None:
-        """Log that a message with this digest has come from rank `source`."""
-        step = self._steps.get(key.step)
+    def add_received(self, source: int, key: Key, data: bytes) -> None:
+        """Log a message from rank `source`."""
+        self._keep_received(source, Message(key, data, xxhash.xxh3_64_intdigest(data)))
+
+    def _keep_sent(self, to: int, message: Message) -> None:
+        step = self._steps.get(message.key.step)
         if step is not None:
-            step.received[source, key] = digest
+            step.sent[to, message.key] = message
+            self._count(step, message)
+
+    def _keep_received(self, source: int, message: Message) -> None:
+        step = self._steps.get(message.key.step)
+        if step is not None:
+            step.received[source, message.key] = message.digest
+            if self.keeps_received:
+                step.copies[source, message.key] = message
+                self._count(step, message)
+
+    def _count(self, step: _Step, message: Message) -> None:
+        """Count the bytes of a message that was added to `step`, and make room for them."""
+        step.nbytes += len(message.data)
+        self._nbytes += len(message.data)
+        while self._nbytes > self._bytes_max:
+            self.drop_to(min(self._steps))
+
+    def part_to_return(self, rank: int) -> LogPart:
+        """Return all that this log has of what the log of `rank` had held: the messages from and to
+        it, and sums."""
+        part = self.part_for([rank, EVERYONE], self._first - 1, self._last)
+        copies = tuple(
+            message
+            for number, step in self._steps.items()
+            for (source, _), message in step.copies.items()
+            if source == rank and self._first <= number <= self._last
+        )
+        return LogPart(part.sent, part.received, copies, self._first, self._last)
+
+    def refill(self, parts: Mapping[int, LogPart]) -> None:
+        """Fill this log, which begins after its last completed step, with what neighbours return.
+
+        Args:
+            parts: each rank with which this one exchanges messages → the part of its log.
+
+        Raises:
+            CorruptError: a message does not match its checksum. The log is then empty.
+        """
+        first = max(part.first for part in parts.values())
+        last = min(part.last for part in parts.values())
+        if last != self._last or first > last:
+            return
+        self._first = first
+        try:
+            for rank, part in parts.items():
+                for message in (*part.copies, *part.sent):
+                    message.checked_bytes()
+                    if self._first <= message.key.step <= last:
+                        self._steps.setdefault(message.key.step, _Step())
+                for message in part.copies:
+                    self._keep_sent(rank, message)
+                for message in part.sent:
+                    if message.key.crossing is not Crossing.SHARED:
+                        self._keep_received(rank, message)
+                    elif rank == min(parts):
+                        self._keep_sent(EVERYONE, message)
+        except CorruptError:
+            self.restart(last)
+            raise
 
     def part_for(self, ranks: Iterable[int], after: int, to: int) -> LogPart:
         """Return the logged messages from and to `ranks` in the steps after `after`, up to step

@@ -15,10 +15,16 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
-import xxhash
 
 from holdfast._elastic import stage_group
-from holdfast._elastic.boundary_log import BoundaryLog, Crossing, Key, LogPart, bytes_of
+from holdfast._elastic.boundary_log import (
+    EVERYONE,
+    BoundaryLog,
+    Crossing,
+    Key,
+    LogPart,
+    bytes_of,
+)
 from holdfast._elastic.world import World, WorldGroup
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.replaying import ReplayPlan
@@ -26,8 +32,6 @@ from holdfast_core.topology import Topology
 
 SCHEDULES_FROM = "2.15"
 """Oldest torch whose schedules compute the same bits when they are repeated."""
-EVERYONE = -1
-"""Stands for all ranks in the log, in place of one rank."""
 
 
 class BoundaryReplay:
@@ -124,13 +128,18 @@ class Pipeline:
     Args:
         world: the world from `holdfast.elastic.init`.
         topology: the same as for `holdfast.init`.
-        log_bytes: memory of this process for its log of sent messages.
+        log_bytes: memory of this process for its log of messages.
+        log_received: whether the log also has the messages that this rank receives, which takes
+            twice the memory. Then a rank that gets its state from a replica also gets its log back
+            from its neighbours. Equal on all ranks.
 
     Raises:
         InvalidJobError: the topology has one stage, or does not fit the world.
     """
 
-    def __init__(self, world: World, topology: Topology, *, log_bytes: int) -> None:
+    def __init__(
+        self, world: World, topology: Topology, *, log_bytes: int, log_received: bool = False
+    ) -> None:
         topology.check_world(world.size)
         if topology.pp == 1:
             raise InvalidJobError(
@@ -142,7 +151,7 @@ class Pipeline:
             [range(at, at + per_stage) for at in range(0, topology.world_size, per_stage)]
         )
         """The process group of the ranks in this rank's stage."""
-        self.log = BoundaryLog(log_bytes)
+        self.log = BoundaryLog(log_bytes, keeps_received=log_received)
         self.replay: BoundaryReplay | None = None
         """The replay in which this rank repeats steps; None outside of a replay."""
         self.idle: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -344,7 +353,7 @@ class Pipeline:
         else:
             with self.idle():
                 self.world.receive(_flat(into), source)
-        self.log.add_received(source, key, xxhash.xxh3_64_intdigest(bytes_of(into)))
+        self.log.add_received(source, key, bytes_of(into))
         return into
 
     def _wait(self, on_way: _OnWay) -> None:
@@ -357,7 +366,7 @@ class Pipeline:
 
     def _arrive(self, source: int, key: Key, into: torch.Tensor, on_way: _OnWay) -> None:
         self._wait(on_way)
-        self.log.add_received(source, key, xxhash.xxh3_64_intdigest(bytes_of(into)))
+        self.log.add_received(source, key, bytes_of(into))
 
 
 def _finish(queue: deque[_Arrival], arrival: _Arrival) -> None:

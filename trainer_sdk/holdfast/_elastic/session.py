@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from holdfast._causes import drop_frames
 from holdfast._daemon.handles import SaveHandle
 from holdfast._elastic.pipeline import BoundaryReplay, Pipeline
 from holdfast._elastic.sharded import Replaced, WorldSharded
-from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
+from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs, return_logs
 from holdfast._elastic.staying_groups import NEEDS
 from holdfast._elastic.step_start import StepStart
 from holdfast._elastic.world import World
@@ -574,10 +574,11 @@ class ElasticSession(Session):
         # Live: continue from the state of the ranks; new ranks get theirs from the others.
         if live and verdict is not None and session.go_on(verdict, held.torn):
             self._hold_after(verdict.step, keeps_log=keeps)
+            self._return_logs(verdict.sources, ())
             return verdict.step
         # Replay: lost ranks recover alone. If they cannot, all ranks restore.
         if verdict is not None and verdict.action is StandingAction.REPLAY:
-            outcome = self._replay(held)
+            outcome = self._replay(held, verdict)
             if not isinstance(outcome, str):
                 return outcome
             no_replay = outcome
@@ -642,8 +643,9 @@ class ElasticSession(Session):
 
     # --- localized recovery -----------------------------------------------------------------------
 
-    def _replay(self, held: HeldState) -> int | str:
-        """Let lost ranks restore the line, and repeat the steps after it, alone. Collective.
+    def _replay(self, held: HeldState, verdict: StandingVerdict) -> int | str:
+        """Let lost ranks restore the line, and repeat the steps after it, alone. Give lost ranks of
+        other stages their state live. Collective.
 
         Returns:
             The number of completed steps, or the reason why all ranks have to restore instead.
@@ -653,7 +655,8 @@ class ElasticSession(Session):
         session, pipeline = self._session, self._pipeline
         logged = None if self._replays == _REPLAYS_MAX else pipeline
         step = None if held.alone else held.step
-        plan = agree_on_replay(session, logged, self._exchange, step, held.torn)
+        replicated = verdict.sources
+        plan = agree_on_replay(session, logged, self._exchange, step, held.torn, replicated)
         if isinstance(plan, str):
             return plan if logged is pipeline else f"{_REPLAYS_MAX} replays were cut off: {plan}"
         # Collect the messages that the others have logged, if there are steps to repeat.
@@ -665,6 +668,14 @@ class ElasticSession(Session):
             if isinstance(given, str):
                 return given
             replay = given
+        # Replicas give their state to lost ranks that need not repeat anything.
+        if plan.given:
+            sources = {rank: replicated[rank] for rank in plan.given}
+            if not session.hand_over(replace(verdict, sources=sources), plan.scope):
+                return f"ranks {list(plan.given)} did not get the state of their replicas"
+            if self._world.rank in plan.given:
+                self._hold_after(plan.target)
+            self._return_logs(plan.given, plan.scope)
         # Restore the ranks in the scope. All others keep their state, if it proves to be that of
         # the line.
         own = self._world.rank in plan.scope
@@ -680,6 +691,13 @@ class ElasticSession(Session):
             return self._end_replay(plan, differs)
         self._replaying, pipeline.replay = plan, replay
         return plan.line
+
+    def _return_logs(self, given: Collection[int], scope: Collection[int]) -> None:
+        """Return their logs to the ranks that replicas have `given` their state, if their
+        neighbours, outside the `scope`, have kept what they received. Collective."""
+        pipeline = self._pipeline
+        if pipeline is not None and pipeline.log.keeps_received and given:
+            return_logs(given, {*given, *scope}, pipeline, self._exchange, self._world.rank)
 
     def _complete_repeated(self, plan: ReplayPlan, body: StepBody) -> bool:
         """Complete a step that this rank has repeated. It is not saved again. Return False if the

@@ -42,8 +42,7 @@ def difference(
     Returns:
         What differs; empty if nothing does.
     """
-    if snapshot.window is not None:
-        return "the line is a window, in which units are of several steps"
+    assert snapshot.window is None, "no plan compares a rank with a window"
     # Compare names and forms.
     for entry in entries:
         source = sources.get(entry.tensor)

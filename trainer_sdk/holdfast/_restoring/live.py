@@ -13,7 +13,7 @@ state for each rank does not want two ranks to draw the same numbers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,6 +94,7 @@ class HandOver:
         rank: this rank in the new world.
         verdict: names the new ranks, and the ranks from which they get their state.
         experts: state of the policy in this rank's previous session.
+        apart: ranks that neither give nor get a state here, because they restore the recovery line.
     """
 
     live: LiveState
@@ -102,6 +103,7 @@ class HandOver:
     exchange: Exchange
     verdict: StandingVerdict
     experts: PartialState
+    apart: Collection[int] = ()
 
     def run(self, epoch: int, problem: str) -> KeptExperts | None:
         """Run the hand-over. Return None if any rank failed. Collective.
@@ -114,7 +116,7 @@ class HandOver:
         """
         # First agreement: every rank can take part, and says what it gives.
         new, own = self.rank in self.verdict.sources, _Given(problem=problem)
-        if not problem and not new:
+        if not problem and self._keeps(self.rank):
             own = self._try(self._give)
         given = self._agree(own)
         if given is None:
@@ -148,6 +150,10 @@ class HandOver:
         return None if self._agree(self._try(finish)) is None else self._kept_experts(given)
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _keeps(self, rank: int) -> bool:
+        """Whether `rank` has the state that new ranks get."""
+        return rank not in self.verdict.sources and rank not in self.apart
 
     @staticmethod
     def _try(work: Callable[[], _Given]) -> _Given:
@@ -194,7 +200,7 @@ class HandOver:
         if dense or experts:
             extras = encode_extras(collect(self.live, self.stateful, self.verdict.step))
         generators = xxhash.xxh3_64_intdigest(generators_of(self.live))
-        first = min(set(range(self.rank + 1)).difference(sources))
+        first = next(rank for rank in range(self.rank + 1) if self._keeps(rank))
         return _Given(
             offers=tuple(offers),
             extras=extras,
@@ -210,7 +216,7 @@ class HandOver:
         ended, all continue with the highest number."""
         state = self.experts
         if self.rank in self.verdict.sources:
-            first = next(one for rank, one in enumerate(given) if rank not in self.verdict.sources)
+            first = next(one for rank, one in enumerate(given) if self._keeps(rank))
             state = PartialState.decode(first.policy)
         ledger = replace(state.ledger, snapshots=max(one.saves for one in given))
         return KeptExperts(replace(state, ledger=ledger), any(one.owes for one in given))
@@ -251,6 +257,6 @@ class HandOver:
             if source.staging is not None:
                 fill_strided(source.tensor, source.staging)
         put_back(self.live, self.stateful, extras)
-        others = [one for rank, one in enumerate(given) if rank not in self.verdict.sources]
+        others = [one for rank, one in enumerate(given) if self._keeps(rank)]
         if len({one.generators for one in others}) > 1:
             seed_generators(epoch, self.verdict.step, self.rank)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -42,7 +42,7 @@ from holdfast._restoring.fit import (
     own_offers,
     wanted_by,
 )
-from holdfast._restoring.live import HandOver, packed_tensors
+from holdfast._restoring.live import HandOver, KeptExperts, packed_tensors
 from holdfast._restoring.other_world import (
     OtherWorld,
     SnapshotOffer,
@@ -195,19 +195,9 @@ class Restore:
         Args:
             kept: state of the policy in this rank's previous session.
         """
-        self.live.begun.begin()
         _log.info("nothing is restored: %s", verdict.reason)
-        handing = HandOver(
-            live=self.live,
-            stateful=self.stateful,
-            rank=self.rank,
-            exchange=self.exchange,
-            verdict=verdict,
-            experts=kept,
-        )
-        with without_collector():
-            epoch = self._hello().epoch
-            experts = handing.run(epoch, problem)
+        epoch = self._hello().epoch
+        experts = self._hand_over(epoch, verdict, problem, kept)
         if experts is None:
             return None
         return replace(
@@ -216,18 +206,50 @@ class Restore:
             replenishing=self.policy.leaves_out and experts.replenishing,
         )
 
+    def hand_over(
+        self, verdict: StandingVerdict, kept: PartialState, apart: Collection[int]
+    ) -> bool:
+        """Give the new ranks of `verdict` their state while the ranks `apart` restore the recovery
+        line. Collective. Return whether they have it; equal on all ranks.
+
+        Args:
+            kept: state of the policy in this rank's previous session.
+        """
+        return self._hand_over(self._hello().epoch, verdict, "", kept, apart) is not None
+
+    def _hand_over(
+        self,
+        epoch: int,
+        verdict: StandingVerdict,
+        problem: str,
+        kept: PartialState,
+        apart: Collection[int] = (),
+    ) -> KeptExperts | None:
+        self.live.begun.begin()
+        handing = HandOver(
+            live=self.live,
+            stateful=self.stateful,
+            rank=self.rank,
+            exchange=self.exchange,
+            verdict=verdict,
+            experts=kept,
+            apart=apart,
+        )
+        with without_collector():
+            return handing.run(epoch, problem)
+
     def live_after(self, step: int) -> Restored:
         """Describe a recovery that restored nothing, because all ranks have the state after
         `step`."""
         return _live_after(self._hello().epoch, step)
 
-    def line(self) -> tuple[int, int]:
+    def line(self) -> tuple[int, int, bool]:
         """Ask the daemon for the recovery line, from which lost ranks are to be restored alone.
 
         Returns:
-            The step to which a restore brings training back, and the step after which the state is
-            whole: the first and the last step of a sparse window that repeats training, otherwise
-            the same step twice.
+            The step to which a restore brings training back; the step after which the state is
+            whole (the first and the last step of a sparse window that repeats training, otherwise
+            the same step twice); and whether the line is a sparse window.
 
         Raises:
             HoldfastError: ranks cannot be restored from the line alone.
@@ -248,7 +270,7 @@ class Restore:
             raise LayoutMismatchError(
                 f"the line {manifest.generation} holds experts of older steps"
             )
-        return step if window is None else window.brings_back, step
+        return (step if window is None else window.brings_back), step, window is not None
 
     def attend(self, plan: ReplayPlan) -> str:
         """Take part in the agreements of the ranks of `plan`, which restore alone, and give them

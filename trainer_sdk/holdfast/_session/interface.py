@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -268,14 +268,27 @@ class WorldSession(Session):
 
     # --- localized recovery -----------------------------------------------------------------------
 
-    def line(self) -> tuple[int, int]:
-        """Return the steps of the recovery line from which lost ranks can be restored alone; see
-        `Restore.line`.
+    def line(self) -> tuple[int, int, bool]:
+        """Return the steps of the recovery line from which lost ranks can be restored alone, and
+        whether it is a sparse window; see `Restore.line`.
 
         Raises:
             HoldfastError: there is no such line, or the daemon did not answer.
         """
         raise NoRecoveryLineError("no daemon protects this process, so there is no recovery line")
+
+    def hand_over(self, verdict: StandingVerdict, apart: Collection[int]) -> bool:
+        """Give the new ranks of `verdict` the state that live ranks have, before the ranks `apart`
+        restore the recovery line. Collective.
+
+        Returns:
+            Whether they have it; equal on all ranks. If not, all ranks must restore.
+
+        Raises:
+            UnreachableError: a rank did not take part.
+        """
+        del verdict, apart
+        return False
 
     def restore_lost(self, plan: ReplayPlan, *, own: bool) -> str:
         """Restore the recovery line on the ranks of `plan` alone. Collective.

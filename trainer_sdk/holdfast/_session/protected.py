@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
@@ -201,8 +201,11 @@ class ProtectedSession(WorldSession):
             self._kept = self._saver.leave(self._number, tokens, self._capacity.tracker)
         return self._kept
 
-    def line(self) -> tuple[int, int]:
+    def line(self) -> tuple[int, int, bool]:
         return self._restore.line()
+
+    def hand_over(self, verdict: StandingVerdict, apart: Collection[int]) -> bool:
+        return self._restore.hand_over(verdict, self._kept, apart)
 
     def restore_lost(self, plan: ReplayPlan, *, own: bool) -> str:
         self._saver.wait_staged()

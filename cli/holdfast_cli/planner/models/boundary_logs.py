@@ -1,8 +1,9 @@
 """Memory that trainers need for the logs of what crosses the boundaries of pipeline stages.
 
-A rank keeps everything that it has sent since the step that a restore of the newest protected
-generation brings back (MoEvement §3.4). This module counts these bytes before a job runs; trainers
-keep the log itself (`holdfast.elastic.Pipeline`).
+A rank keeps everything that it has sent, and if the script asks for it also what it has received,
+since the step that a restore of the newest protected generation brings back (MoEvement §3.4). This
+module counts these bytes before a job runs; trainers keep the log itself
+(`holdfast.elastic.Pipeline`).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def plan_logs(
     micro_batches: int,
     interval_steps: int,
     lag_steps: int,
+    log_received: bool = False,
 ) -> BoundaryLogs:
     """Plan the logs of `job`.
 
@@ -61,6 +63,7 @@ def plan_logs(
             gradient that comes back has as many.
         micro_batches: of a rank in a step.
         interval_steps, lag_steps: see `steps_kept`.
+        log_received: whether a rank also logs what it receives, which is as much as it sends.
 
     Raises:
         InvalidJobError: no stage of the job could repeat steps alone.
@@ -77,7 +80,7 @@ def plan_logs(
             f"with snapshot.policy.type {policy.type_name}, no stage repeats "
             f"steps alone, and logs are of no use: leave them out, or use {' or '.join(whole)}"
         )
-    one = activation_bytes * micro_batches
+    one = activation_bytes * micro_batches * (1 + log_received)
     sends = ((stage < topology.pp - 1) + (stage > 0) for stage in range(topology.pp))
     step_bytes = tuple(one * count for count in sends)
     window = policy.window_steps

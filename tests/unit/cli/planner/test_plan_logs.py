@@ -32,6 +32,8 @@ def test_steps_follow_from_the_interval_or_the_window_and_from_protection(
     # A copy of 0.64 s, and protection of 2.58 s, span 4 steps of a second.
     out = words(capsys, job, "--bytes-per-rank", "3Gi")
     assert "stages 1, 2 0.25 GiB 8 2.00 GiB" in out
+    out = words(capsys, job, "--bytes-per-rank", "3Gi", "--log-received")
+    assert "stages 1, 2 0.50 GiB 8 4.00 GiB" in out
     job.write_text(SPARSE)
     out = words(capsys, job, "--bytes-per-rank", "3Gi")
     assert "stages 1, 2 0.25 GiB 11 2.75 GiB" in out
@@ -41,6 +43,7 @@ def test_steps_follow_from_the_interval_or_the_window_and_from_protection(
 def test_what_cannot_be_counted_is_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for half in (SENT[:2], SENT[2:]):
         assert "give both, or none" in refused(capsys, job, *half)
+    assert "give both, or none" in refused(capsys, job, "--log-received")
     job.write_text(JOB)
     assert "has one pipeline stage" in refused(capsys, job, *SENT)
     job.write_text(SPARSE.replace("Sparse, sparse: {window: 4}", "Selective"))

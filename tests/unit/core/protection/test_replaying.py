@@ -134,26 +134,38 @@ def shares_steps(topology: Topology, ranks: set[int]) -> set[int]:
         ranks = found
 
 
-def smallest_scope(said: Sequence[ReplayEvidence], topology: Topology) -> set[int] | None:
-    """The smallest set of ranks that can repeat steps alone, by trying all; None if none can."""
+def smallest_scope(
+    said: Sequence[ReplayEvidence],
+    topology: Topology,
+    replicated: set[int],
+    *,
+    received: bool = False,
+) -> set[int] | None:
+    """The smallest set of ranks that can repeat steps alone while others give the `replicated` of
+    the lost ranks their state, by trying all; None if none can. If ranks have logged what they
+    `received`, those of the set that are not lost need nobody's log."""
     everyone = set(range(topology.world_size))
     lacking = {rank for rank, one in enumerate(said) if one.step is None}
-    must = shares_steps(topology, lacking)
+    must = shares_steps(topology, lacking - replicated)
     others = {frozenset(shares_steps(topology, {rank})) for rank in everyone - must}
     for count in range(len(others) + 1):
         found = []
         for more in itertools.combinations(others, count):
             scope = must.union(*more)
-            givers = {
-                giver
+            needed = {
+                (giver, rank)
                 for rank in scope
                 for giver in pipeline_neighbours(rank, topology, said[0].ring)
                 if giver not in scope
             }
-            if scope < everyone and all(
-                said[giver].logged_from <= LINE + 1 and said[giver].logged_to >= TARGET
-                for giver in givers
-            ):
+            has_log = {
+                rank
+                for rank, one in enumerate(said)
+                if rank not in lacking and one.logged_from <= LINE + 1 and one.logged_to >= TARGET
+            }
+            logs = all(giver in has_log or (received and rank in has_log) for giver, rank in needed)
+            given = all(replicas_left(topology, rank, lacking | scope) for rank in lacking - scope)
+            if scope < everyone and logs and given:
                 found.append(scope)
         if found:
             [only] = found
@@ -161,18 +173,32 @@ def smallest_scope(said: Sequence[ReplayEvidence], topology: Topology) -> set[in
     return None
 
 
+def replicas_left(topology: Topology, rank: int, without: set[int]) -> set[int]:
+    """The ranks with the state of `rank` that are not among those `without` it."""
+    at = topology.coordinates(rank)
+    same = {
+        topology.rank_at(dp=dp, tp=at.tp, pp=at.pp)
+        for dp in range(topology.dp)
+        if dp % topology.ep == at.ep
+    }
+    return same - without
+
+
 @pytest.mark.parametrize("ring", [False, True], ids=["line", "ring"])
 def test_the_scope_is_the_smallest_that_can_be_recovered(ring: bool) -> None:
-    """Losses of ranks, and of nodes with two of them, where some of the others have dropped logs;
-    against every set of ranks."""
-    planned = Counter[int]()
+    """Losses of ranks, and of nodes with two of them, with or without live replicas, where some of
+    the others have dropped logs; against every set of ranks."""
+    planned, given = Counter[int](), Counter[int]()
     for topology in TO_16:
         ranks = topology.world_size
-        for seed in range(12):
+        for seed in range(16):
             rng = random.Random(f"{topology} {seed}")
             per_node = rng.choice((1, 2)) if ranks % 2 == 0 else 1
             nodes = rng.sample(range(ranks // per_node), min(rng.choice((1, 1, 2, 3)), ranks // 2))
             gone = {rank for rank in range(ranks) if rank // per_node in nodes}
+            if seed % 2:  # and a whole stage
+                stage = rng.randrange(topology.pp)
+                gone |= {rank for rank in range(ranks) if topology.coordinates(rank).pp == stage}
             short = {rank for rank in range(ranks) if rng.random() < rng.choice((0, 0.2))}
             said = [
                 msgspec.structs.replace(
@@ -182,14 +208,69 @@ def test_the_scope_is_the_smallest_that_can_be_recovered(ring: bool) -> None:
                 )
                 for rank in range(ranks)
             ]
-            plan, best = plan_replay(said), gone and smallest_scope(said, topology)
-            assert (set(plan.scope) if isinstance(plan, ReplayPlan) else None) == (best or None), (
+            replicated = {rank for rank in gone if replicas_left(topology, rank, gone)}
+            if gone == replicated:  # nothing has to be repeated
+                continue
+            plan = plan_replay(said, replicated)
+            best = smallest_scope(said, topology, replicated) if len(gone) < ranks else None
+            assert (set(plan.scope) if isinstance(plan, ReplayPlan) else None) == best, (
                 f"{topology}, seed {seed}"
             )
+            if isinstance(plan, ReplayPlan):
+                assert set(plan.given) == gone - set(plan.scope)
+                given[len(plan.given)] += 1
             planned[len(best or ()) - len(gone)] += 1
     # Losses of whole stages, of parts of stages, and all that nobody can repeat alone.
     assert planned[0] > 50 and planned[1] > 50 and planned[2] > 20, planned
     assert sum(count for more, count in planned.items() if more < 0) > 100, planned
+    assert sum(count for more, count in given.items() if more) > 10, given
+
+
+def test_copies_at_receivers_spare_stages_after_a_rank_was_replaced() -> None:
+    """What logs of received messages gain, against every set of ranks. Where stages are lost at
+    once: nothing. Where a neighbour has lost its log before: the neighbour. Of ranks that are lost
+    at once: few cases, in which a part of a stage survives beside a rank that gets its state."""
+    gains = Counter[str]()
+    for topology in TO_16:
+        if topology.pp in (1, topology.world_size) or topology.world_size > 12:
+            continue
+        everyone = range(topology.world_size)
+        stage_of = [topology.coordinates(rank).pp for rank in everyone]
+        for stages in losses(topology):
+            said = evidence(topology, stages)
+            plan = plan_replay(said)
+            assert isinstance(plan, ReplayPlan)
+            assert smallest_scope(said, topology, set(), received=True) == set(plan.scope)
+        # A rank has got its state from a replica after the line; then a stage is lost.
+        for late, stage in itertools.product(everyone, range(topology.pp)):
+            if stage_of[late] == stage or not replicas_left(topology, late, {late}):
+                continue
+            said = evidence(topology, (stage,))
+            returned = plan_replay(said)
+            assert isinstance(returned, ReplayPlan)
+            said[late] = msgspec.structs.replace(said[late], logged_from=LINE + 2)
+            plan = plan_replay(said)
+            beside = {stage_of[other] for other in pipeline_neighbours(late, topology)}
+            if stage not in beside:
+                assert plan == returned
+            elif isinstance(plan, ReplayPlan):
+                assert len(plan.scope) > len(returned.scope)
+                gains["fewer go back"] += 1
+            else:
+                gains["some do not go back"] += 1
+        # Ranks are lost at once, some of them with replicas.
+        rng = random.Random(str(topology))
+        for _ in range(8):
+            gone = set(rng.sample(everyone, min(rng.choice((2, 3, 4)), topology.world_size - 1)))
+            replicated = {rank for rank in gone if replicas_left(topology, rank, gone)}
+            if gone == replicated:
+                continue
+            said = [lost(topology) if rank in gone else kept(topology) for rank in everyone]
+            with_copies = smallest_scope(said, topology, replicated, received=True)
+            same = with_copies == smallest_scope(said, topology, replicated)
+            gains["at once, equal" if same else "at once, smaller"] += 1
+    assert gains["fewer go back"] > 50 and gains["some do not go back"] > 50, gains
+    assert gains["at once, smaller"] < gains["at once, equal"] / 20, gains
 
 
 @pytest.mark.parametrize("topology", SHAPES, ids=str)
@@ -277,6 +358,10 @@ def test_any_ranks_restore_a_line_of_the_others_step_alone(topology: Topology) -
             assert isinstance(plan, ReplayPlan)
             assert (plan.scope, plan.line, plan.target) == (dead, TARGET, TARGET)
             assert not plan.sources
+            window = sharded(topology, dead, TARGET)
+            window[0] = msgspec.structs.replace(window[0], window=True)
+            why = plan_replay(window)
+            assert isinstance(why, str) and "window" in why
 
 
 @pytest.mark.parametrize("topology", SHARDED, ids=str)
@@ -329,7 +414,9 @@ def test_ranks_stand_for_a_replay_exactly_where_nobody_else_has_a_lost_state(
             verdict = standing(said)
             gone = any(set(topology.dense_replicas(rank)) <= set(lacking) for rank in lacking)
             assert (verdict.action is StandingAction.REPLAY) == gone
-            assert gone or set(verdict.sources) == set(lacking)
+            replicated = {rank for rank in lacking if replicas_left(topology, rank, set(lacking))}
+            assert set(verdict.sources) == replicated
+            assert gone or replicated == set(lacking)
 
 
 def test_a_step_whose_vote_has_passed_is_finished_before_a_replay() -> None:

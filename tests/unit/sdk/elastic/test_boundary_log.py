@@ -7,8 +7,17 @@ import pytest
 import torch
 import xxhash
 
-from holdfast._elastic.boundary_log import BoundaryLog, Crossing, Key, LogPart, Message
-from holdfast._elastic.pipeline import EVERYONE, BoundaryReplay
+from holdfast._elastic.boundary_log import (
+    EVERYONE,
+    BoundaryLog,
+    Crossing,
+    Key,
+    LogPart,
+    Message,
+    decode_part,
+    encode_part,
+)
+from holdfast._elastic.pipeline import BoundaryReplay
 from holdfast_core.errors import CorruptError
 from holdfast_core.protection.replaying import ReplayPlan
 
@@ -25,7 +34,7 @@ def run_steps(log: BoundaryLog, steps: int, nbytes: int = 10) -> None:
     for step in range(1, steps + 1):
         log.begin(step)
         log.add_sent(ME, key(step), bytes([step]) * nbytes)
-        log.add_received(ME, key(step, crossing=Crossing.ACTIVATION), step)
+        log.add_received(ME, key(step, crossing=Crossing.ACTIVATION), bytes([step]) * nbytes)
         log.complete(step)
 
 
@@ -42,7 +51,8 @@ def test_a_part_has_the_messages_of_its_ranks_and_steps() -> None:
     assert steps_of(part) == [2, 3]
     assert [message.data for message in part.sent] == [b"\2" * 10, b"\3" * 10]
     assert part.received == tuple(
-        (key(step, crossing=Crossing.ACTIVATION), step) for step in (2, 3)
+        (key(step, crossing=Crossing.ACTIVATION), xxhash.xxh3_64_intdigest(bytes([step]) * 10))
+        for step in (2, 3)
     )
     assert (log.first, log.last) == (1, 4)
 
@@ -85,6 +95,85 @@ def test_a_log_that_begins_anew_knows_nothing_of_before() -> None:
     run_steps(log, 3)
     log.restart(7)
     assert (log.nbytes, log.first, log.last) == (0, 8, 7)
+
+
+def exchanged(steps: int) -> dict[int, BoundaryLog]:
+    """The logs of ranks 0, 1 and 2 of a pipeline, of steps with a message in each direction and a
+    sum."""
+    logs = {rank: BoundaryLog(1000, keeps_received=True) for rank in range(3)}
+    for step in range(1, steps + 1):
+        for log in logs.values():
+            log.begin(step)
+        for one, other in ((0, 1), (1, 2), (1, 0), (2, 1)):
+            crossing = Crossing.ACTIVATION if one < other else Crossing.GRADIENT
+            data = bytes([step, one, other])
+            logs[one].add_sent(other, key(step, crossing=crossing), data)
+            logs[other].add_received(one, key(step, crossing=crossing), data)
+        for log in logs.values():
+            log.add_sent(EVERYONE, key(step, crossing=Crossing.SHARED), bytes([step]))
+            log.complete(step)
+    return logs
+
+
+def returned(logs: dict[int, BoundaryLog]) -> dict[int, LogPart]:
+    """What the neighbours of rank 1 return to it."""
+    return {rank: decode_part(encode_part(logs[rank].part_to_return(1))) for rank in (0, 2)}
+
+
+def test_neighbours_return_all_that_a_log_had_held() -> None:
+    logs = exchanged(4)
+    logs[0].begin(5)
+    logs[0].add_sent(1, key(5), b"of a step that is cut off")
+    new = BoundaryLog(1000, keeps_received=True)
+    new.restart(4)
+    new.refill(returned(logs))
+    assert (new.first, new.last, new.nbytes) == (1, 4, logs[1].nbytes)
+    for rank in (0, 2):
+        of_ranks = [rank, EVERYONE]
+        part, whole = (log.part_for(of_ranks, after=0, to=4) for log in (new, logs[1]))
+        assert set(part.sent) == set(whole.sent)
+        assert set(part.received) == set(whole.received)
+        again, before = (log.part_to_return(rank) for log in (new, logs[1]))
+        assert set(again.copies) == set(before.copies)
+    new.begin(5)
+    new.complete(5)
+    assert (new.first, new.last) == (1, 5)
+
+
+def test_a_log_is_returned_as_far_back_as_all_neighbours_reach_and_within_its_bound() -> None:
+    logs = exchanged(4)
+    logs[2].drop_to(2)
+    new = BoundaryLog(1000, keeps_received=True)
+    new.restart(4)
+    new.refill(returned(logs))
+    assert (new.first, new.last) == (3, 4)
+    one = logs[1].nbytes // 4
+    small = BoundaryLog(2 * one, keeps_received=True)
+    small.restart(4)
+    small.refill(returned(exchanged(4)))
+    assert small.first == 3 and small.nbytes <= 2 * one
+    assert len(small.part_for([0], after=0, to=4).sent) == 2
+
+
+def test_nothing_is_returned_of_another_step_or_with_a_wrong_checksum() -> None:
+    parts = returned(exchanged(4))
+    new = BoundaryLog(1000, keeps_received=True)
+    new.restart(5)
+    new.refill(parts)
+    assert (new.first, new.last, new.nbytes) == (6, 5, 0)
+    new.restart(4)
+    [first, *others] = parts[2].copies
+    wrong = (msgspec.structs.replace(first, data=b"other"), *others)
+    with pytest.raises(CorruptError):
+        new.refill({**parts, 2: msgspec.structs.replace(parts[2], copies=wrong)})
+    assert (new.first, new.last, new.nbytes) == (5, 4, 0)
+
+
+def test_received_messages_are_not_kept_unless_it_is_asked_for() -> None:
+    log = BoundaryLog(1000)
+    run_steps(log, 3)
+    assert log.nbytes == 30
+    assert not log.part_to_return(ME).copies
 
 
 def given(

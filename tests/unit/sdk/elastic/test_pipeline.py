@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
-from holdfast._elastic.boundary_log import BoundaryLog, Crossing, Key
-from holdfast._elastic.pipeline import EVERYONE, SCHEDULES_FROM, BoundaryReplay, Pipeline
+from holdfast._elastic.boundary_log import EVERYONE, BoundaryLog, Crossing, Key
+from holdfast._elastic.pipeline import SCHEDULES_FROM, BoundaryReplay, Pipeline
 from holdfast._elastic.stage_group import StageGroup
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.replaying import ReplayPlan
@@ -104,9 +104,7 @@ def test_a_replay_is_answered_by_the_log_of_the_neighbour(wrong: str) -> None:
     total = torch.tensor(5.0)
     log.add_sent(0, Key(1, Crossing.GRADIENT, 0), gradient.view(torch.uint8).numpy().tobytes())
     log.add_sent(EVERYONE, Key(1, Crossing.SHARED, 0), total.numpy().tobytes())
-    sent = BoundaryLog(1000).add_sent(
-        1, Key(1, Crossing.ACTIVATION, 0), output.view(torch.uint8).numpy().tobytes()
-    )
+    sent = output.view(torch.uint8).numpy().tobytes()
     log.add_received(0, Key(1, Crossing.ACTIVATION, 0), sent)
     log.complete(1)
 
@@ -178,7 +176,7 @@ def test_a_schedule_is_repeated_from_the_neighbours_log(wrong: str) -> None:
     for number, data in enumerate(found):
         kept.log.add_sent(0, Key(1, Crossing.TENSOR, number), bytes(data))
     for message in mine.sent:
-        kept.log.add_received(0, message.key, message.digest)
+        kept.log.add_received(0, message.key, message.data)
     kept.complete(1)
     parts = {1: kept.log.part_for([0, EVERYONE], after=0, to=1)}
 

@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from holdfast._elastic.boundary_log import (
+    EVERYONE,
     BoundaryLog,
     Crossing,
     Key,
@@ -20,7 +21,7 @@ from holdfast._elastic.boundary_log import (
     Message,
     encode_part,
 )
-from holdfast._elastic.pipeline import EVERYONE, BoundaryReplay
+from holdfast._elastic.pipeline import BoundaryReplay
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
 from holdfast_core.protection.replaying import ReplayEvidence, ReplayPlan, encode_evidence
 from holdfast_core.topology import Topology
@@ -41,8 +42,8 @@ class Pipeline:
 class Session:
     holds = SimpleNamespace(topology=TOPOLOGY)
 
-    def line(self) -> tuple[int, int]:
-        return 1, 1
+    def line(self) -> tuple[int, int, bool]:
+        return 1, 1, False
 
 
 class OneOther:

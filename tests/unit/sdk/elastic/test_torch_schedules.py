@@ -18,8 +18,8 @@ from torch.torch_version import TorchVersion
 
 import holdfast
 from holdfast import elastic
-from holdfast._elastic.boundary_log import LogPart
-from holdfast._elastic.pipeline import EVERYONE, SCHEDULES_FROM, BoundaryReplay
+from holdfast._elastic.boundary_log import EVERYONE, LogPart
+from holdfast._elastic.pipeline import SCHEDULES_FROM, BoundaryReplay
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.replaying import ReplayPlan
 

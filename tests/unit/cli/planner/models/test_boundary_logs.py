@@ -36,10 +36,10 @@ def sparse(window: int) -> MoETrainingJob:
     return job(type="Sparse", sparse={"window": window})
 
 
-def most_kept(every: int, window: int, lag: int, sends: int) -> int:
+def most_kept(every: int, window: int, lag: int, sends: int, *, received: bool) -> int:
     """Most bytes of a log in a run whose saves are protected in the `lag`-th step after them, and
     skipped while one is not."""
-    log, most, busy_until = BoundaryLog(10**9), 0, 0
+    log, most, busy_until = BoundaryLog(10**9, keeps_received=received), 0, 0
     protected: dict[int, int] = {}  # by the step that begins next: what a restore brings back
     for step in range(1, 12 * every + 1):
         if step in protected:
@@ -48,6 +48,7 @@ def most_kept(every: int, window: int, lag: int, sends: int) -> int:
         for number in range(MICRO_BATCHES):
             for crossing in (Crossing.ACTIVATION, Crossing.GRADIENT)[:sends]:
                 log.add_sent(1, Key(step, crossing, number), bytes(ACTIVATION))
+                log.add_received(1, Key(step, crossing, number), bytes(ACTIVATION))
         log.complete(step)
         most = max(most, log.nbytes)
         if step % every == 0 and step >= busy_until:
@@ -59,16 +60,20 @@ def most_kept(every: int, window: int, lag: int, sends: int) -> int:
 @pytest.mark.parametrize("lag", [1, 2])
 @pytest.mark.parametrize("of_steps", [1, 2, 5])
 @pytest.mark.parametrize("windows", [False, True])
-def test_the_plan_is_what_the_log_keeps(windows: bool, of_steps: int, lag: int) -> None:
+@pytest.mark.parametrize("received", [False, True])
+def test_the_plan_is_what_the_log_keeps(
+    received: bool, windows: bool, of_steps: int, lag: int
+) -> None:
     found = plan_logs(
         sparse(of_steps) if windows else job(),
         activation_bytes=ACTIVATION,
         micro_batches=MICRO_BATCHES,
         interval_steps=1 if windows else of_steps,
         lag_steps=lag,
+        log_received=received,
     )
     window = of_steps if windows else 0
-    ends, inner = (most_kept(of_steps, window, lag, sends) for sends in (1, 2))
+    ends, inner = (most_kept(of_steps, window, lag, sends, received=received) for sends in (1, 2))
     assert found.rank_bytes == (ends, inner, inner, ends)
 
 
