@@ -72,6 +72,7 @@ COLUMNS = {
     ),
     "stages": Column(
         example="train_moe_pipeline.py",
+        arguments=("--seed", "5"),
         spec={"nodes": 2, "parallelism": {"dp": 1, "pp": 2}},
         exact=True,
     ),
@@ -211,8 +212,8 @@ def arguments(row_name: str, column_name: str, directory: Path, steps: int) -> l
     row, column = row_of(row_name, column_name), COLUMNS[column_name]
     found = [*column.arguments, "--steps", str(steps)]
     if column.example == "train_moe_pipeline.py":
-        own = [each for each in row.arguments if each == "--expert-parallel"]
-        return [*found, *own, "--directory", str(directory)]
+        ways = [each for each in row.arguments if each == "--expert-parallel"]
+        return [*found, *ways, "--directory", str(directory)]
     own = row.arguments if column.example == "train_moe.py" else ()
     ep = () if "ep" in row.spec or "--ep" in own else ("--ep", "1")
     own = (*own, *(ep if column.example == "train_moe.py" else ()))
