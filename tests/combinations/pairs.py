@@ -120,6 +120,7 @@ _SPREAD = "tests/unit/sdk/capture/test_spread_processes.py"
 _LEFT_OUT_TOGETHER = (
     f"{_SPREAD}::test_parts_of_experts_are_left_out_together_and_restored_of_one_step"
 )
+_CUT = f"{_SPREAD}::test_windows_whose_experts_lie_partly_on_each_rank_are_repeated_bit_for_bit"
 _FRAMEWORKS = "tests/unit/sdk/integrations/test_policies.py"
 _BYTES = f"{_FRAMEWORKS}::test_a_killed_training_ends_with_the_bytes_of_an_undisturbed_one"
 _TOKENS = (
@@ -130,18 +131,24 @@ _GRADIENTS = f"{_FRAMEWORKS}::test_windows_whose_gradients_are_computed_within_a
 _EXAMPLES = (
     "tests/local/test_frameworks.py::test_an_example_that_is_killed_ends_like_one_that_was_not"
 )
+_HOOKS = (
+    "tests/local/test_staying_routed.py::"
+    "test_hooks_count_the_tokens_of_all_ranks_and_a_recovery_says_which_were_lost"
+)
 ELSEWHERE = {
     ("FSDP2", "Full"): "tests/local/test_sharded.py::"
     "test_a_lost_rank_alone_restores_the_step_that_the_others_have",
     ("FSDP2", "PartialExperts"): _LEFT_OUT_TOGETHER,
     ("FSDP2", "Selective"): _LEFT_OUT_TOGETHER,
-    ("FSDP2", "Sparse"): f"{_SPREAD}::"
-    "test_windows_whose_experts_lie_partly_on_each_rank_are_repeated_bit_for_bit",
+    ("FSDP2", "Sparse"): _CUT,
     ("TP", "Full"): "tests/local/test_staying_dtensors.py::"
     "test_only_the_lost_rank_starts_again_and_all_have_the_bits_of_an_undisturbed_run",
     ("TP", "PartialExperts"): _LEFT_OUT_TOGETHER,
+    ("TP", "Sparse"): _CUT,
     ("DDP", "Full"): "tests/local/test_staying_ddp.py::"
     "test_a_rank_that_dies_is_the_only_one_that_starts_again",
+    ("DDP", "PartialExperts"): _HOOKS,
+    ("DDP", "Selective"): _HOOKS,
     ("Hugging Face", "Full"): _EXAMPLES,
     ("Hugging Face", "PartialExperts"): _TOKENS,
     ("Hugging Face", "Selective"): _TOKENS,
@@ -218,3 +225,19 @@ def arguments(row_name: str, column_name: str, directory: Path, steps: int) -> l
     ep = () if "ep" in row.spec or "--ep" in own else ("--ep", "1")
     own = (*own, *(ep if column.example == "train_moe.py" else ()))
     return [*found, *own, "--hash-file", str(directory / "sha256")]
+
+
+def table() -> list[str]:
+    """The lines of the table in `docs/combinations.md`."""
+    rows = dict.fromkeys([*ROWS, *(row for row, _ in ELSEWHERE)])
+    lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for row in rows:
+        cells = (_cell(row, column) for column in COLUMNS)
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(row: str, column: str) -> str:
+    if (row, column) in REFUSED or ELSEWHERE.get((row, column)) == _GRADIENTS:
+        return "refused"
+    return "trained" if row in ROWS or (row, column) in ELSEWHERE else "not tried"

@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from pairs import COLUMNS, ELSEWHERE, REFUSED, REPOSITORY, ROWS, arguments, make_job, row_of
+from pairs import COLUMNS, ELSEWHERE, REFUSED, REPOSITORY, ROWS, arguments, make_job, row_of, table
 from step_logs import ends_of_logs
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
@@ -41,6 +41,11 @@ def test_a_pair_is_refused_with_the_reason_or_allowed(
     with pytest.raises(InvalidJobError) as caught:
         parse_job(document)
     assert REFUSED[row, column] in str(caught.value)
+
+
+def test_the_document_shows_every_pair() -> None:
+    text = (REPOSITORY / "docs" / "combinations.md").read_text().splitlines()
+    assert [line for line in text if line.startswith("|")] == table()
 
 
 @pytest.mark.parametrize("name", sorted(set(ELSEWHERE.values())))
