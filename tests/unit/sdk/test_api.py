@@ -100,7 +100,7 @@ def test_settings_validate_themselves() -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (SparseWindows(window=0), "policy.window = 0: expected int >= 1; give the number of steps"),
+        (SparseWindows(window=0), "policy.window = 0: not a number of steps; write auto"),
         (PartialExperts(loss_limit=1.5), "policy.lossLimit = 1.5: expected float <= 1.0; give the"),
         (Selective(experts=2, budget=ExpertBudget()), "policy.budget: is given, but spec.snapshot"),
         (Selective(experts=2), ""),
