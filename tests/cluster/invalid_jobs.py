@@ -48,7 +48,7 @@ def changed(values: dict[str, Any], removed: tuple[str, ...] = ()) -> dict[str, 
     document: dict[str, Any] = deepcopy(BASE)
     for path, value in values.items():
         parent, key = _parent(document, path)
-        parent[key] = value
+        parent[key] = deepcopy(value)  # a later path may lead into it
     for path in removed:
         parent, key = _parent(document, path)
         del parent[key]

@@ -202,7 +202,7 @@ FAULTS = [
 @pytest.mark.parametrize(
     ("script", "faults", "options"),
     [
-        pytest.param(HUGGING_FACE, [FAULTS[0], FAULTS[2], FAULTS[5]], (), id="huggingface"),
+        pytest.param(HUGGING_FACE, [FAULTS[0], FAULTS[5]], (), id="huggingface"),
         pytest.param(
             HUGGING_FACE,
             [*FAULTS, Fault(0, "save")],
