@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import queue
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -239,6 +240,39 @@ class Cluster:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def run_ranks(
+    module: str,
+    daemons: Sequence[Daemon],
+    directory: Path,
+    arguments: Sequence[str],
+    within_s: float,
+) -> list[bytes]:
+    """Run a module as the ranks of a world, one beside each daemon, and return what each wrote to
+    its `--out`.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    outs = [directory / f"rank-{rank}.json" for rank in range(len(daemons))]
+    ranks = []
+    for rank, daemon in enumerate(daemons):
+        command = [sys.executable, "-m", module, "--rank", str(rank), "--out", str(outs[rank])]
+        command += ["--socket", str(daemon.socket), *arguments]
+        ranks.append(subprocess.Popen(command, env=os.environ | store))
+    try:
+        codes = [each.wait(within_s) for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    if any(codes):
+        raise RuntimeError(f"ranks ended with {codes}; see their output above")
+    return [out.read_bytes() for out in outs]
 
 
 def _is_block(path: Path) -> bool:

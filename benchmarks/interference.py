@@ -21,7 +21,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from pathlib import Path
 
 from benchmarks.bubbles_worker import JOB as BUBBLES_JOB
 from benchmarks.bubbles_worker import NO_SAVES, STAGES
-from benchmarks.cluster import Cluster, Daemon
+from benchmarks.cluster import Cluster, Daemon, run_ranks
 from benchmarks.measure import Figure, ratio
 from holdfast_core.snapshots.membership import Redundancy
 
@@ -178,26 +177,12 @@ def measure_bubbles(options: argparse.Namespace) -> list[Bubble]:
         daemons = [cluster.start(f"stage-{rank}") for rank in range(STAGES)]
         nodes = [daemon.node for daemon in daemons]
         cluster.control.place(BUBBLES_JOB, 1, nodes, redundancy=Redundancy.NONE)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        outs = [daemon.root.parent / f"stage-{rank}.json" for rank, daemon in enumerate(daemons)]
-        stages = []
-        for rank, daemon in enumerate(daemons):
-            command = [sys.executable, "-m", "benchmarks.bubbles_worker", "--rank", str(rank)]
-            command += ["--socket", str(daemon.socket), "--out", str(outs[rank])]
-            command += ["--bytes", str(STAGES * options.payload * MIB)]
-            command += ["--rounds", str(options.rounds), "--products", str(options.products)]
-            stages.append(subprocess.Popen(command, env=os.environ | store))
-        try:
-            codes = [stage.wait(WITHIN_S) for stage in stages]
-        finally:
-            for stage in stages:
-                stage.kill()
-        if any(codes):
-            raise RuntimeError(f"stages ended with {codes}; see their output above")
-        times: dict[str, list[float]] = json.loads(outs[0].read_bytes())
+        arguments = ["--bytes", str(STAGES * options.payload * MIB)]
+        arguments += ["--rounds", str(options.rounds), "--products", str(options.products)]
+        directory = daemons[0].root.parent
+        module = "benchmarks.bubbles_worker"
+        outs = run_ranks(module, daemons, directory, arguments, WITHIN_S)
+        times: dict[str, list[float]] = json.loads(outs[0])
     floors = times[NO_SAVES]
     return [
         Bubble(way=way, step_s=statistics.median(taken), ratio=ratio(taken, floors, "× no saves"))

@@ -18,10 +18,7 @@ import argparse
 import ctypes
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +29,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from benchmarks.cluster import Cluster as Daemons
+from benchmarks.cluster import run_ranks
 from benchmarks.floors import SharedBuffer
 from benchmarks.measure import Figure, ratio, timed
 from benchmarks.policies.models import MOETION, PEC_SMALL, Shape, captured
@@ -292,31 +290,17 @@ def protect(way: Way, size: int) -> tuple[float, float, float, float]:
     with Daemons(8 * size) as cluster:
         daemons = [cluster.start(f"node-{number}") for number in range(NODES)]
         cluster.control.place(JOB, 1, [daemon.node for daemon in daemons])
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        outs = [daemon.root.parent / f"rank-{rank}.json" for rank, daemon in enumerate(daemons)]
-        workers = []
-        for rank, daemon in enumerate(daemons):
-            command = [sys.executable, "-m", "benchmarks.redundancy_worker", "--rank", str(rank)]
-            command += ["--socket", str(daemon.socket), "--bytes", str(size)]
-            command += ["--out", str(outs[rank]), "--compute", str(way.compute_s)]
-            command += ["--mirror"] * way.mirror
-            workers.append(subprocess.Popen(command, env=os.environ | store))
-        try:
-            codes = [worker.wait(WITHIN_S) for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-        if any(codes):
-            raise RuntimeError(f"ranks ended with {codes}; see their output above")
+        arguments = ["--bytes", str(size), "--compute", str(way.compute_s)]
+        arguments += ["--mirror"] * way.mirror
+        directory = daemons[0].root.parent
+        module = "benchmarks.redundancy_worker"
+        outs = run_ranks(module, daemons, directory, arguments, WITHIN_S)
         time.sleep(COUNTED_S)
         fetched, mirrored = (
             sum(daemon.metric(f"holdfast_{name}_bytes_total") for daemon in daemons)
             for name in ("protection", "mirrored")
         )
-        found = [_MEASURED.decode(out.read_bytes()) for out in outs]
+        found = [_MEASURED.decode(out) for out in outs]
     captured = STEPS * found[0].state_bytes
     return (
         fetched / captured,

@@ -15,11 +15,7 @@ the parity blocks that hold nothing have given their memory back.
 
 from __future__ import annotations
 
-import os
-import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.cluster import Cluster, Daemon
+from benchmarks.cluster import Cluster, Daemon, run_ranks
 from benchmarks.measure import Figure, Outcome, milliseconds, run_part
 from benchmarks.slots_worker import NODES, PACES, Saved, Saves
 from holdfast_cli.planner.models.slots import skipped_saves
@@ -90,7 +86,10 @@ def measure(total_bytes: int, directory: Path) -> Outcome:
             nodes = [daemon.node for daemon in daemons]
             cluster.control.place(job_of(slots), 1, nodes, slots=slots)
         with Peaks(daemons) as peaks:
-            ranks = _work(daemons, share_bytes, directory)
+            arguments = ["--bytes", str(share_bytes), "--slots", *map(str, SLOTS)]
+            module = "benchmarks.slots_worker"
+            outs = run_ranks(module, daemons, directory, arguments, WITHIN_S)
+            ranks = [saves for out in outs for saves in _RESULT.decode(out)]
         predicted = {slots: _predicted(daemons, slots) for slots in SLOTS}
         settled = {
             slots: _settled(daemons, slots, [n.settled_bytes for n in predicted[slots]])
@@ -114,29 +113,6 @@ def measure(total_bytes: int, directory: Path) -> Outcome:
             "nodes": NODES,
         },
     )
-
-
-def _work(daemons: Sequence[Daemon], share_bytes: int, directory: Path) -> list[Saves]:
-    """Results of all ranks' workers, of each job."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    outs = [directory / f"rank-{rank}.json" for rank in range(NODES)]
-    workers = []
-    for rank, daemon in enumerate(daemons):
-        command = [sys.executable, "-m", "benchmarks.slots_worker", "--rank", str(rank)]
-        command += ["--socket", str(daemon.socket), "--bytes", str(share_bytes)]
-        command += ["--out", str(outs[rank]), "--slots", *map(str, SLOTS)]
-        workers.append(subprocess.Popen(command, env=os.environ | store))
-    try:
-        codes = [worker.wait(WITHIN_S) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    if any(codes):
-        raise RuntimeError(f"ranks ended with {codes}; see their output above")
-    return [saves for out in outs for saves in _RESULT.decode(out.read_bytes())]
 
 
 _RESULT = msgspec.json.Decoder(list[Saves])

@@ -367,8 +367,8 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     backend = "nccl" if on_gpu else "gloo"
     world = elastic.init(backend, stay=args.stay, any_size=args.ep is not None)
-    most = holdfast.Topology(dp=args.ep or world.size, ep=args.ep or world.size)
-    topology = most.fitted(world.size, experts=args.experts)
+    most = args.ep or world.size
+    topology = holdfast.Topology(dp=most, ep=most).fitted(world.size, experts=args.experts)
     ep = topology.ep
     sharing = world.group(lambda size: [range(at, at + ep) for at in range(0, size, ep)])
     replicas = world.group(lambda size: [range(at, size, ep) for at in range(ep)])

@@ -86,9 +86,7 @@ ROWS = {
         nodes_lost=1,
     ),
     "processes stay": Row(spec={}, arguments=("--stay",)),
-    "fewer nodes": Row(
-        spec={"nodes": 3, "minNodes": 2}, arguments=("--ep", "1"), nodes_lost=1, resizes=True
-    ),
+    "fewer nodes": Row(spec={"nodes": 3, "minNodes": 2}, nodes_lost=1, resizes=True),
     "persistence": Row(spec={"persistence": {"interval": {"steps": 4}}}),
     "persisted experts": Row(spec={"persistence": {"interval": {"steps": 4}, "experts": 1}}),
     "interval auto": Row(spec={"interval": {"steps": "auto"}}),
@@ -166,7 +164,7 @@ def row_of(row_name: str, column_name: str) -> Row:
     return ADAPTED.get((row_name, column_name), ROWS[row_name])
 
 
-def make_job(row_name: str, column_name: str, directory: Path, *, steps: int = STEPS) -> Spec:
+def make_job(row_name: str, column_name: str, directory: Path) -> Spec:
     """The document of a job with both; its script writes its final state below `directory`."""
     row, column = row_of(row_name, column_name), COLUMNS[column_name]
     given = copy.deepcopy({**column.spec, **row.spec})
@@ -203,7 +201,7 @@ def make_job(row_name: str, column_name: str, directory: Path, *, steps: int = S
                             {
                                 "name": "trainer",
                                 "command": command,
-                                "args": arguments(row_name, column_name, directory, steps),
+                                "args": arguments(row_name, column_name, directory),
                             }
                         ]
                     }
@@ -214,17 +212,16 @@ def make_job(row_name: str, column_name: str, directory: Path, *, steps: int = S
     }
 
 
-def arguments(row_name: str, column_name: str, directory: Path, steps: int) -> list[str]:
+def arguments(row_name: str, column_name: str, directory: Path) -> list[str]:
     """Arguments of the example: it is to write its final state below `directory`."""
     row, column = row_of(row_name, column_name), COLUMNS[column_name]
-    found = [*column.arguments, "--steps", str(steps)]
+    found = [*column.arguments, "--steps", str(STEPS)]
     if column.example == "train_moe_pipeline.py":
         ways = [each for each in row.arguments if each == "--expert-parallel"]
         return [*found, *ways, "--directory", str(directory)]
-    own = row.arguments if column.example == "train_moe.py" else ()
-    ep = () if "ep" in row.spec or "--ep" in own else ("--ep", "1")
-    own = (*own, *(ep if column.example == "train_moe.py" else ()))
-    return [*found, *own, "--hash-file", str(directory / "sha256")]
+    if column.example == "train_moe.py":
+        found += ["--ep", str(row.spec.get("ep", 1)), *row.arguments]
+    return [*found, "--hash-file", str(directory / "sha256")]
 
 
 def table() -> list[str]:

@@ -26,6 +26,8 @@ from holdfast_core.job.parsing import parse_job
 from holdfast_operator.reconciler.observe.counters import Outcome
 
 WAIT_S = 200.0
+PLACEHOLDER = Path("/directory-of-the-run")
+"""Stands for the folder of a run in its arguments, so that equal ones can be told."""
 PAIRS = list(product(ROWS, COLUMNS))
 TRAINED = [pair for pair in PAIRS if pair not in REFUSED]
 
@@ -101,24 +103,17 @@ def final_state(directory: Path) -> object:
     return [json.loads(line)["state"] for line in lasts]
 
 
-@cache
 def undisturbed(row: str, column: str, world: int) -> object:
     """The final state of the same script without Holdfast."""
+    script = str(REPOSITORY / "examples" / COLUMNS[column].example)
+    return _undisturbed(world, script, *arguments(row, column, PLACEHOLDER))
+
+
+@cache
+def _undisturbed(world: int, *script: str) -> object:
+    """The final state of a script, once for all rows that start it alike."""
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        directory = Path(path)
-        script = REPOSITORY / "examples" / COLUMNS[column].example
-        command = [*("-m", "torch.distributed.run", "--nproc-per-node", str(world)), str(script)]
-        steps = int(_argument(row, column, "--steps"))
-        subprocess.run(
-            [sys.executable, *command, *arguments(row, column, directory, steps)],
-            check=True,
-            capture_output=True,
-            timeout=WAIT_S,
-        )
-        return final_state(directory)
-
-
-def _argument(row: str, column: str, name: str) -> str:
-    job = make_job(row, column, Path("/nowhere"))
-    args = job["spec"]["trainer"]["template"]["spec"]["containers"][0]["args"]
-    return str(args[args.index(name) + 1])
+        command = [*("-m", "torch.distributed.run", "--nproc-per-node", str(world)), *script]
+        command = [word.replace(str(PLACEHOLDER), path) for word in command]
+        subprocess.run([sys.executable, *command], check=True, capture_output=True, timeout=WAIT_S)
+        return final_state(Path(path))

@@ -92,7 +92,7 @@ def test_a_trainer_that_is_killed_in_mid_copy_leaves_the_step_before(
 ) -> None:
     nbytes = (1 << 30) if machine.is_cuda else (96 << 20)
     daemon = job.daemon(0)
-    socket = str((daemon.socket_dir or daemon.root) / "daemon.sock")
+    socket = str(daemon.socket)
     for _ in range(ATTEMPTS):
         job.form()
         step, torn = kill_in_mid_copy(machine, job, socket, nbytes)

@@ -162,9 +162,14 @@ class DaemonProcess:
         self.kill()
         shutil.rmtree(self.root, ignore_errors=True)
 
+    @property
+    def socket(self) -> Path:
+        """The socket of its trainers."""
+        return (self.socket_dir or self.root) / "daemon.sock"
+
     def stub(self) -> trainer_pb2_grpc.TrainerStub:
         if self.channel is None:
-            self.channel = grpc.insecure_channel(f"unix:{self.socket_dir or self.root}/daemon.sock")
+            self.channel = grpc.insecure_channel(f"unix:{self.socket}")
         return trainer_pb2_grpc.TrainerStub(
             grpc.intercept_channel(self.channel, Bearer(lambda: self.token))
         )

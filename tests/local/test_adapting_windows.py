@@ -102,7 +102,7 @@ def test_a_window_whose_length_ranks_have_agreed_on_is_recovered(
 ) -> None:
     job = RawJob(cluster, cluster.start_nodes(2))
     daemons = [job.daemon(member) for member in range(2)]
-    sockets = [(daemon.socket_dir or daemon.root) / "daemon.sock" for daemon in daemons]
+    sockets = [daemon.socket for daemon in daemons]
     job.form()
     with pytest.raises(AssertionError, match="SIGKILL"):
         run_ranks(be_killed, (sockets, job.name, tmp_path), 2)

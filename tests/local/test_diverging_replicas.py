@@ -81,7 +81,7 @@ def test_of_replicas_that_diverged_nothing_is_protected_and_the_job_names_them(
 ) -> None:
     job = RawJob(cluster, cluster.start_nodes(2))
     daemons = [job.daemon(member) for member in range(2)]
-    sockets = [(daemon.socket_dir or daemon.root) / "daemon.sock" for daemon in daemons]
+    sockets = [daemon.socket for daemon in daemons]
     job.form()
     run_ranks(diverge, (sockets, job.name, tmp_path / "store"), 2)
     for daemon in daemons:

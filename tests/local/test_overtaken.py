@@ -58,7 +58,7 @@ def session_of(job: RawJob, parameters: list[nn.Parameter], optimizer: object) -
     return holdfast.init(
         model=nn.ParameterList(parameters),
         optimizer=optimizer,
-        socket=(daemon.socket_dir or daemon.root) / "daemon.sock",
+        socket=daemon.socket,
         job=job.name,
         rank=0,
         settings=holdfast.Settings(start_wait_s=WAIT_S),

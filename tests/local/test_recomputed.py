@@ -49,7 +49,7 @@ class Rank:
             model=self.model,
             optimizer=self.optimizer,
             topology=holdfast.Topology(dp=2, ep=2),
-            socket=(daemon.socket_dir or daemon.root) / "daemon.sock",
+            socket=daemon.socket,
             job=job.name,
             rank=rank,
             settings=holdfast.Settings(policy=policy),

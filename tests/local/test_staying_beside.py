@@ -45,7 +45,7 @@ class TrainedJob:
     def _launch(self, node: str) -> None:
         daemon = self._cluster.daemons[node]
         command = [sys.executable, "-m", "holdfast.launch"]
-        command += ["--socket", str((daemon.socket_dir or daemon.root) / "daemon.sock")]
+        command += ["--socket", str(daemon.socket)]
         command += ["--job", self._raw.name, "--nodes", str(RANKS), "--nproc", "1"]
         command += ["--member-node", node, "--", *self.run.command]
         environment = os.environ | {"PYTHONUNBUFFERED": "1", processes.MARK: self._mark}
