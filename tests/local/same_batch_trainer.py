@@ -102,7 +102,7 @@ class Line:
     loss: float
     """Mean over the global batch."""
     hash: str
-    """State after the step."""
+    """State before the step; empty for the first."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,8 @@ def main() -> None:
                     batches = iter(loader)
                 time.sleep(PACE_S)
                 optimizer.zero_grad()
+                # Before the optimizer: a collective that is cut off after it costs the step.
+                before = state_hash(model, optimizer) if step > 1 else ""
                 passes, total = [], torch.zeros((), dtype=torch.float64)
                 for part in plan.micro_batches:
                     faults.at("last-pass" if part.last else "first-pass")
@@ -196,7 +198,7 @@ def main() -> None:
                     "size": world.size,
                     "passes": passes,
                     "loss": float(total),
-                    "hash": state_hash(model, optimizer),
+                    "hash": before,
                 }
                 log.write(json.dumps(line) + "\n")
     session.close()
