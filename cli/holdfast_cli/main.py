@@ -24,6 +24,7 @@ from holdfast_cli.commands.arguments import (
     add_run,
     add_status,
     add_suspend,
+    add_why,
 )
 from holdfast_cli.commands.completing import complete
 from holdfast_cli.demo.arguments import add_demo
@@ -75,6 +76,7 @@ def build_parser(prog: str = "holdfast") -> argparse.ArgumentParser:
     add_run(commands)
     add_check(commands)
     add_status(commands)
+    add_why(commands)
     add_inject(commands)
     add_persist(commands)
     add_suspend(commands)

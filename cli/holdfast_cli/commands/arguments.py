@@ -58,6 +58,17 @@ _STATUS_EPILOG = """
 """
 
 
+_WHY_EPILOG = """
+  holdfast why                         the only run on this machine
+  holdfast why -n team-a llm           a job in a cluster
+
+It tells what was lost, in which order, how the job recovered and what that cost, shows the last
+lines of the trainer that failed last, and names what wants attention. It reads what `holdfast
+status` reads: the newest ten recoveries, and the events that the cluster still keeps. `holdfast
+history` goes back farther.
+"""
+
+
 _INJECT_EPILOG = """
   holdfast inject kill-rank 3          SIGKILL a rank: it restores from its node's memory
   holdfast inject stop-rank 3          the rank hangs; noticed after detection.hangSeconds
@@ -140,6 +151,12 @@ def _status(options: argparse.Namespace) -> int:
     from holdfast_cli.commands.run import status
 
     return int(status(options) or 0)
+
+
+def _why(options: argparse.Namespace) -> int:
+    from holdfast_cli.commands.why import why
+
+    return int(why(options) or 0)
 
 
 def _inject(options: argparse.Namespace) -> int:
@@ -272,6 +289,16 @@ def add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     how.add_argument("--watch", action="store_true", help="follow until the job ends")
     how.add_argument("--json", action="store_true", help="print the status as JSON")
     parser.set_defaults(handler=_status)
+
+
+def add_why(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast why`."""
+    text = "Tell in sentences what happened to a job, what it cost, and what wants attention."
+    parser = add_command(commands, "why", text, _WHY_EPILOG)
+    parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
+    add_directory(parser)
+    add_cluster(parser, "in a cluster (any of these options chooses one)")
+    parser.set_defaults(handler=_why)
 
 
 def add_suspend(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

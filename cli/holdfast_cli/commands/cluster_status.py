@@ -40,7 +40,7 @@ def status(options: argparse.Namespace) -> int:
 
 async def _follow(api: Api, options: argparse.Namespace) -> int:
     namespace = options.namespace
-    jobs, events = await _read(api, namespace, options.job)
+    jobs, events = await read_jobs(api, namespace, options.job)
     if options.json:
         print(json.dumps(jobs[0] if options.job else jobs, indent=1))
         return 0
@@ -54,10 +54,12 @@ async def _follow(api: Api, options: argparse.Namespace) -> int:
             if all((job.get("status") or {}).get("phase") in ENDED for job in jobs):
                 return 0
             await asyncio.sleep(WATCH_S)
-            jobs, events = await _read(api, namespace, options.job)
+            jobs, events = await read_jobs(api, namespace, options.job)
 
 
-async def _read(api: Api, namespace: str, name: str | None) -> tuple[list[Object], list[Object]]:
+async def read_jobs(
+    api: Api, namespace: str, name: str | None
+) -> tuple[list[Object], list[Object]]:
     """The jobs, and if one is named, its events."""
     if name is None:
         jobs: list[Object] = (await api.list(JOBS, namespace))["items"]

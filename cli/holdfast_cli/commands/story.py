@@ -1,0 +1,202 @@
+"""Tells in sentences what happened to a job, from its status and its events. Pure.
+
+The status is read as the document that an operator writes, whose version may be another one: words
+and fields that this version does not know must not keep the rest from being told. Every cause is
+told in the operator's words, from which nothing is concluded here.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import Any
+
+from holdfast_cli.local.status import TimedEvent
+from holdfast_core.job.status import Phase
+from holdfast_core.states import RestoreSource
+from holdfast_operator.reconciler.observe.timestamps import seconds_of
+from holdfast_operator.reconciler.observe.views import ConditionType, EventReason
+
+Object = dict[str, Any]
+
+WIDTH = 100
+WARNINGS_TOLD = 12
+"""Newest warnings that are told beside the recoveries."""
+_TOLD_ELSEWHERE = {EventReason.RECOVERING, EventReason.LAST_LINES, EventReason.FAILED}
+"""Reasons of events whose contents the status has, too."""
+_STATES = {
+    Phase.RUNNING: "is training",
+    Phase.COMPLETE: "is complete",
+    Phase.FAILED: "has failed",
+    Phase.RECOVERING: "is recovering",
+    Phase.STARTING: "is starting",
+    Phase.WAITING: "is waiting",
+    Phase.SUSPENDED: "is suspended",
+}
+_SOURCES = {
+    RestoreSource.LIVE: "in the state that the surviving processes had; nothing was restored",
+    RestoreSource.LOCAL: "restored from memory of the same nodes",
+    RestoreSource.PARITY: "rebuilt from other nodes, by parity or replicas",
+    RestoreSource.STORAGE: "loaded from durable storage",
+    RestoreSource.NONE: "from the beginning, because nothing was protected yet",
+}
+_GOOD = (
+    ConditionType.SCHEDULED,
+    ConditionType.PROTECTED,
+    ConditionType.FULL_STRENGTH,
+    ConditionType.STORAGE_REACHABLE,
+    ConditionType.PERSISTED,
+    ConditionType.TOKEN_LOSS,
+    ConditionType.EXPERTS_REPLICATED,
+)
+_BAD = (
+    ConditionType.DEGRADED,
+    ConditionType.PODS_REFUSED,
+    ConditionType.DAEMONS_OUTDATED,
+    ConditionType.INSECURE,
+)
+
+
+def story_of(name: str, status: Object, events: Sequence[TimedEvent]) -> str:
+    """The story of a job: its state, what happened in which order, what that cost, the last lines
+    of the trainer that failed last, and what wants attention.
+
+    Args:
+        name: of the job.
+        status: the job's `.status`; empty when no operator has seen the job yet.
+        events: the job's events, in any order.
+    """
+    parts = [_state(name, status), *_course(status, events), *_cost(status), *_failure(status)]
+    return "\n\n".join([*parts, *_attention(status)])
+
+
+def _state(name: str, status: Object) -> str:
+    phase = status.get("phase")
+    if phase is None:
+        return _wrapped(f"No operator has seen {name} yet: is one running (helm status holdfast)?")
+    text = f"{name} {_STATES.get(phase, f'is in the state {phase}')}"
+    if step := status.get("step"):
+        protected = status.get("protectedStep")
+        kept = f"protected up to step {protected}" if protected else "none of them protected"
+        text += (
+            f" after {step} steps, {kept}" if phase != Phase.COMPLETE else f" after {step} steps"
+        )
+    problem = status.get("problem")
+    return _wrapped(f"{text}: {problem}" if problem and phase != Phase.COMPLETE else f"{text}.")
+
+
+def _course(status: Object, events: Sequence[TimedEvent]) -> Iterator[str]:
+    """Recoveries, and warnings that none of them tells, oldest first."""
+    told = [
+        (seconds_of(each.get("detectedAt")) or 0.0, _recovery(each))
+        for each in status.get("lastRecoveries") or []
+    ]
+    warnings = sorted(
+        (each for each in events if each.warning and each.reason not in _TOLD_ELSEWHERE),
+        key=lambda event: event.time,
+    )
+    told += [(each.time, f"{each.reason}: {each.message}") for each in warnings[-WARNINGS_TOLD:]]
+    if not told:
+        if status.get("phase"):
+            yield "Nothing was lost, and nothing was restarted, as far as this status remembers."
+        return
+    lines = ["What happened, oldest first:"]
+    for at, text in sorted(told, key=lambda each: each[0]):
+        clock = datetime.fromtimestamp(at).strftime("%d %b %H:%M:%S") if at else "at a time unknown"
+        lines.append(_wrapped(f"{clock}  {text}", indent="  ", further="    "))
+    yield "\n".join(lines)
+
+
+def _recovery(recovery: Object) -> str:
+    """One recovery: its cause, how training continued, and what was lost."""
+    text = f"{recovery.get('cause') or 'something was lost'}."
+    seconds = recovery.get("seconds")
+    if seconds is None:
+        return f"{text} The ranks are not all at work again yet."
+    text += f" All ranks were at work again after {seconds:.1f} s"
+    if (step := recovery.get("restoredStep")) is not None:
+        text += f", after step {step}"
+    source = RestoreSource.of(recovery.get("source") or "")
+    text += f" ({_SOURCES[source]})." if source in _SOURCES else "."
+    if (lost := recovery.get("lostSteps")) is not None:
+        text += (
+            f" {_counted(lost, 'step')} had to be trained again." if lost else " No step was lost."
+        )
+    replay = recovery.get("replay")
+    return f"{text} {replay[:1].upper()}{replay[1:]}." if replay else text
+
+
+def _cost(status: Object) -> Iterator[str]:
+    """What the recoveries cost together."""
+    count, shown = status.get("recoveries") or 0, status.get("lastRecoveries") or []
+    if not count:
+        return
+    seconds = sum(each.get("seconds") or 0.0 for each in shown)
+    steps = sum(each.get("lostSteps") or 0 for each in shown)
+    counting = status.get("restarts") or 0
+    newest = "" if len(shown) >= count else f" The newest {len(shown)} of them cost"
+    text = (
+        f"{_counted(count, 'recovery', 'recoveries')} in all, of which {counting} "
+        f"{'counts' if counting == 1 else 'count'} towards failurePolicy.maxRestarts."
+        f"{newest or ' Together they cost'} {seconds:.1f} s without training, and "
+        f"{_counted(steps, 'step')} that had to be trained again."
+    )
+    loss = (status.get("tokenLoss") or {}).get("text")
+    yield _wrapped(f"{text} {loss}" if loss else text)
+
+
+def _failure(status: Object) -> Iterator[str]:
+    """The trainer that failed last, with its last lines."""
+    failure = status.get("lastFailure") or {}
+    if not failure or status.get("phase") == Phase.COMPLETE:
+        return
+    text = f"The last trainer that failed: {failure.get('text', '')}"
+    if (epoch := failure.get("epoch")) is not None:
+        text += f", in epoch {epoch}"
+    if node := _node_of(status, failure.get("member")):
+        text += f" (its member is on {node} now)"
+    lines = failure.get("lastLines")
+    text = _wrapped(text + (". It wrote last:" if lines else "."))
+    yield text + ("\n" + textwrap.indent(lines, "    ") if lines else "")
+
+
+def _node_of(status: Object, member: object) -> str:
+    members = status.get("members") or []
+    return next((each.get("node") or "" for each in members if each.get("index") == member), "")
+
+
+def _attention(status: Object) -> Iterator[str]:
+    """Conditions that somebody should look at, each of which says what to do, and the time that a
+    failed job leaves for that."""
+    lines = []
+    for condition in status.get("conditions") or []:
+        kind, word, message = (condition.get(key) for key in ("type", "status", "message"))
+        if message and ((kind in _GOOD and word == "False") or (kind in _BAD and word == "True")):
+            lines.append(f"{kind} is {word} ({condition.get('reason')}): {message}")
+    if status.get("keptUntil"):
+        lines.append(
+            f"its snapshots stay in memory until {status['keptUntil']}: mend the cause and resume "
+            f"the job (holdfast resume), or persist it (holdfast persist) before then"
+        )
+    if lines:
+        shown = [_wrapped(line, indent="  - ", further="    ") for line in lines]
+        yield "\n".join(["What wants attention:", *shown])
+
+
+def _counted(count: int, noun: str, plural: str = "") -> str:
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def _wrapped(text: str, *, indent: str = "", further: str = "") -> str:
+    """`text` in lines of at most `WIDTH` columns; lines of its own stay apart."""
+    first, *others = text.split("\n")
+    lines = textwrap.wrap(
+        first,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=further,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join([*lines, *(f"{further}    {line}" for line in others)])
