@@ -251,6 +251,11 @@ class Node:
             host = self.hosts.get(message.persist.job)
             if host is not None and host.engine.has_tier:
                 host.carry_out(host.engine.request_persist(host.now))
+        elif message.HasField("inspect"):
+            host = self.hosts.get(message.inspect.job)
+            if host is not None:
+                host.engine.inspect(message.inspect.epoch, message.inspect.number, host.now)
+                host.carry_out([])
         elif message.HasField("drop"):
             self._ended[message.drop.job] = None
             while len(self._ended) > JOBS_REMEMBERED:

@@ -106,6 +106,7 @@ class JobState(_message.Message):
     PROTECTION_BYTES_S_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    INSPECTION_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     verified: _builtins.bool
@@ -163,6 +164,10 @@ class JobState(_message.Message):
     def plan(self) -> _values_pb2.ExpertPlanReport:
         """of its ranks at work in this epoch; only with uneven copies"""
 
+    @_builtins.property
+    def inspection(self) -> Global___InspectionState:
+        """newest inspection of this epoch; absent without any"""
+
     def __init__(
         self,
         *,
@@ -192,16 +197,53 @@ class JobState(_message.Message):
         protection_bytes_s: _builtins.float = ...,
         slots: _builtins.int = ...,
         plan: _values_pb2.ExpertPlanReport | None = ...,
+        inspection: Global___InspectionState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "complete", b"complete", "line", b"line", "loss", b"loss", "membership", b"membership", "persist", b"persist", "plan", b"plan", "protected", b"protected", "revision", b"revision"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "complete", b"complete", "inspection", b"inspection", "line", b"line", "loss", b"loss", "membership", b"membership", "persist", b"persist", "plan", b"plan", "protected", b"protected", "revision", b"revision"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "job", b"job", "line", b"line", "loading", b"loading", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "persist", b"persist", "plan", b"plan", "problem", b"problem", "problem_code", b"problem_code", "protected", b"protected", "protection_bytes_s", b"protection_bytes_s", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "slots", b"slots", "storage_problem", b"storage_problem", "stored_epoch", b"stored_epoch", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "inspection", b"inspection", "job", b"job", "line", b"line", "loading", b"loading", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "persist", b"persist", "plan", b"plan", "problem", b"problem", "problem_code", b"problem_code", "protected", b"protected", "protection_bytes_s", b"protection_bytes_s", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "slots", b"slots", "storage_problem", b"storage_problem", "stored_epoch", b"stored_epoch", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__revision: _TypeAlias = _typing.Literal["revision"]  # noqa: Y015
     _WhichOneofArgType__revision: _TypeAlias = _typing.Literal["_revision", b"_revision"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__revision) -> _WhichOneofReturnType__revision | None: ...
 
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
+
+@_typing.final
+class InspectionState(_message.Message):
+    """The newest inspection of a job that hangs, as far as one daemon has it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """as the control loop asked for it"""
+    age_s: _builtins.float
+    """since this daemon was asked"""
+    answered: _builtins.bool
+    """the launcher has answered"""
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[_values_pb2.InspectedProcess]:
+        """ranks are numbers of the job's ranks"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        answered: _builtins.bool = ...,
+        processes: _abc.Iterable[_values_pb2.InspectedProcess] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "answered", b"answered", "number", b"number", "processes", b"processes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectionState: _TypeAlias = InspectionState  # noqa: Y015
 
 @_typing.final
 class PersistState(_message.Message):
@@ -348,6 +390,7 @@ class ControlMessage(_message.Message):
     WELCOME_FIELD_NUMBER: _builtins.int
     CHANGE_FIELD_NUMBER: _builtins.int
     PERSIST_FIELD_NUMBER: _builtins.int
+    INSPECT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def membership(self) -> _values_pb2.Membership: ...
     @_builtins.property
@@ -358,6 +401,8 @@ class ControlMessage(_message.Message):
     def change(self) -> Global___MembershipChange: ...
     @_builtins.property
     def persist(self) -> Global___PersistNow: ...
+    @_builtins.property
+    def inspect(self) -> Global___Inspect: ...
     def __init__(
         self,
         *,
@@ -366,12 +411,13 @@ class ControlMessage(_message.Message):
         welcome: Global___Welcome | None = ...,
         change: Global___MembershipChange | None = ...,
         persist: Global___PersistNow | None = ...,
+        inspect: Global___Inspect | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "drop", b"drop", "membership", b"membership", "message", b"message", "persist", b"persist", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "drop", b"drop", "inspect", b"inspect", "membership", b"membership", "message", b"message", "persist", b"persist", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "drop", b"drop", "membership", b"membership", "message", b"message", "persist", b"persist", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "drop", b"drop", "inspect", b"inspect", "membership", b"membership", "message", b"message", "persist", b"persist", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["membership", "drop", "welcome", "change", "persist"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["membership", "drop", "welcome", "change", "persist", "inspect"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -468,6 +514,36 @@ class PersistNow(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PersistNow: _TypeAlias = PersistNow  # noqa: Y015
+
+@_typing.final
+class Inspect(_message.Message):
+    """Have the launcher inspect the processes of this node: the job hangs. Sent again until the daemon
+    reports an inspection with this number, or a greater one.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    epoch: _builtins.int
+    number: _builtins.int
+    """a later inspection of the same epoch has a greater one"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Inspect: _TypeAlias = Inspect  # noqa: Y015
 
 @_typing.final
 class DropJob(_message.Message):

@@ -1007,6 +1007,57 @@ Global___WorkedRequest: _TypeAlias = WorkedRequest  # noqa: Y015
 class WorkedReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    INSPECT_FIELD_NUMBER: _builtins.int
+    inspect: _builtins.int
+    """number of an inspection that the launcher is to make; 0: none"""
+    def __init__(
+        self,
+        *,
+        inspect: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inspect", b"inspect"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkedReply: _TypeAlias = WorkedReply  # noqa: Y015
+
+@_typing.final
+class InspectedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    epoch: _builtins.int
+    number: _builtins.int
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[_values_pb2.InspectedProcess]:
+        """ranks are world ranks"""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        number: _builtins.int = ...,
+        processes: _abc.Iterable[_values_pb2.InspectedProcess] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "number", b"number", "processes", b"processes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectedRequest: _TypeAlias = InspectedRequest  # noqa: Y015
+
+@_typing.final
+class InspectedReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
     def __init__(
         self,
     ) -> None: ...
@@ -1016,7 +1067,7 @@ class WorkedReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WorkedReply: _TypeAlias = WorkedReply  # noqa: Y015
+Global___InspectedReply: _TypeAlias = InspectedReply  # noqa: Y015
 
 @_typing.final
 class TrainedRequest(_message.Message):

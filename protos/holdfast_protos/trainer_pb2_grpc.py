@@ -85,6 +85,11 @@ class TrainerStub(object):
                 request_serializer=holdfast__protos_dot_trainer__pb2.WorkedRequest.SerializeToString,
                 response_deserializer=holdfast__protos_dot_trainer__pb2.WorkedReply.FromString,
                 )
+        self.Inspected = channel.unary_unary(
+                '/holdfast.v1.Trainer/Inspected',
+                request_serializer=holdfast__protos_dot_trainer__pb2.InspectedRequest.SerializeToString,
+                response_deserializer=holdfast__protos_dot_trainer__pb2.InspectedReply.FromString,
+                )
         self.Trained = channel.unary_unary(
                 '/holdfast.v1.Trainer/Trained',
                 request_serializer=holdfast__protos_dot_trainer__pb2.TrainedRequest.SerializeToString,
@@ -206,7 +211,15 @@ class TrainerServicer(object):
 
     def Worked(self, request, context):
         """Reports which workers have worked since the last report: they used the processor, or read or
-        wrote. So the progress of workers without sessions is known.
+        wrote. So the progress of workers without sessions is known. A launcher calls it every two
+        seconds, even if none has worked, because the reply may ask for an inspection.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Inspected(self, request, context):
+        """Reports what the workers of the node were doing when the launcher was asked to inspect them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -305,6 +318,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.Worked,
                     request_deserializer=holdfast__protos_dot_trainer__pb2.WorkedRequest.FromString,
                     response_serializer=holdfast__protos_dot_trainer__pb2.WorkedReply.SerializeToString,
+            ),
+            'Inspected': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspected,
+                    request_deserializer=holdfast__protos_dot_trainer__pb2.InspectedRequest.FromString,
+                    response_serializer=holdfast__protos_dot_trainer__pb2.InspectedReply.SerializeToString,
             ),
             'Trained': grpc.unary_unary_rpc_method_handler(
                     servicer.Trained,
@@ -567,6 +585,23 @@ class Trainer(object):
         return grpc.experimental.unary_unary(request, target, '/holdfast.v1.Trainer/Worked',
             holdfast__protos_dot_trainer__pb2.WorkedRequest.SerializeToString,
             holdfast__protos_dot_trainer__pb2.WorkedReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Inspected(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/holdfast.v1.Trainer/Inspected',
+            holdfast__protos_dot_trainer__pb2.InspectedRequest.SerializeToString,
+            holdfast__protos_dot_trainer__pb2.InspectedReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

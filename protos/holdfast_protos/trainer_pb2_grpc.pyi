@@ -81,8 +81,11 @@ class TrainerStub:
     """Reports a failed worker before the agent stops the others; failure rules use its exit code."""
     Worked: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WorkedRequest, _trainer_pb2.WorkedReply]
     """Reports which workers have worked since the last report: they used the processor, or read or
-    wrote. So the progress of workers without sessions is known.
+    wrote. So the progress of workers without sessions is known. A launcher calls it every two
+    seconds, even if none has worked, because the reply may ask for an inspection.
     """
+    Inspected: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.InspectedRequest, _trainer_pb2.InspectedReply]
+    """Reports what the workers of the node were doing when the launcher was asked to inspect them."""
     Trained: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.TrainedRequest, _trainer_pb2.TrainedReply]
     """Reports the progress of a rank that trains without a session because its saves are refused."""
     Persist: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PersistRequest, _trainer_pb2.PersistReply]
@@ -134,8 +137,11 @@ class TrainerAsyncStub(TrainerStub):
     """Reports a failed worker before the agent stops the others; failure rules use its exit code."""
     Worked: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WorkedRequest, _trainer_pb2.WorkedReply]  # type: ignore[assignment]
     """Reports which workers have worked since the last report: they used the processor, or read or
-    wrote. So the progress of workers without sessions is known.
+    wrote. So the progress of workers without sessions is known. A launcher calls it every two
+    seconds, even if none has worked, because the reply may ask for an inspection.
     """
+    Inspected: _aio.UnaryUnaryMultiCallable[_trainer_pb2.InspectedRequest, _trainer_pb2.InspectedReply]  # type: ignore[assignment]
+    """Reports what the workers of the node were doing when the launcher was asked to inspect them."""
     Trained: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainedRequest, _trainer_pb2.TrainedReply]  # type: ignore[assignment]
     """Reports the progress of a rank that trains without a session because its saves are refused."""
     Persist: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PersistRequest, _trainer_pb2.PersistReply]  # type: ignore[assignment]
@@ -268,8 +274,17 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.WorkedReply, _abc.Awaitable[_trainer_pb2.WorkedReply]]:
         """Reports which workers have worked since the last report: they used the processor, or read or
-        wrote. So the progress of workers without sessions is known.
+        wrote. So the progress of workers without sessions is known. A launcher calls it every two
+        seconds, even if none has worked, because the reply may ask for an inspection.
         """
+
+    @_abc_1.abstractmethod
+    def Inspected(
+        self,
+        request: _trainer_pb2.InspectedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.InspectedReply, _abc.Awaitable[_trainer_pb2.InspectedReply]]:
+        """Reports what the workers of the node were doing when the launcher was asked to inspect them."""
 
     @_abc_1.abstractmethod
     def Trained(

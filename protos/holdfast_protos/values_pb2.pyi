@@ -734,3 +734,77 @@ class ExpertVersion(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExpertVersion: _TypeAlias = ExpertVersion  # noqa: Y015
+
+@_typing.final
+class InspectedProcess(_message.Message):
+    """The process of one rank of a job that hangs, as its launcher saw it from outside. All texts come
+    from the trainer, and are bounded where they are received.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    KERNEL_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
+    HELPER_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
+    NO_STACK_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    state: _builtins.str
+    """as in /proc/PID/stat; empty: not readable"""
+    kernel: _builtins.str
+    """where it waits in the kernel; empty: not known"""
+    call: _builtins.str
+    """the system call on a file that it waits in; empty: in none"""
+    helper: _builtins.str
+    """a child process that is stopped or waits for a file; empty: none"""
+    no_stack: _builtins.str
+    """why there are no frames"""
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___StackFrame]:
+        """of the main thread, the innermost call first"""
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        state: _builtins.str = ...,
+        kernel: _builtins.str = ...,
+        call: _builtins.str = ...,
+        helper: _builtins.str = ...,
+        frames: _abc.Iterable[Global___StackFrame] | None = ...,
+        no_stack: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "frames", b"frames", "helper", b"helper", "kernel", b"kernel", "no_stack", b"no_stack", "rank", b"rank", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectedProcess: _TypeAlias = InspectedProcess  # noqa: Y015
+
+@_typing.final
+class StackFrame(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    file: _builtins.str
+    line: _builtins.int
+    function: _builtins.str
+    def __init__(
+        self,
+        *,
+        file: _builtins.str = ...,
+        line: _builtins.int = ...,
+        function: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "function", b"function", "line", b"line"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StackFrame: _TypeAlias = StackFrame  # noqa: Y015

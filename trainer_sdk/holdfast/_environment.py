@@ -121,14 +121,24 @@ def read_check_directory() -> Path | None:
     return Path(found) if found else None
 
 
+def read_stack_directory() -> Path | None:
+    """Read `HOLDFAST_STACKS`: directory in which this process offers its stack to its launcher;
+    None if it has none of ours."""
+    found = os.environ.get("HOLDFAST_STACKS", "")
+    return Path(found) if found else None
+
+
 def read_token_file(variables: Mapping[str, str] | None = None) -> Path | None:
     """Read `HOLDFAST_TOKEN_FILE` of this process, or of `variables` instead."""
     found = (os.environ if variables is None else variables).get("HOLDFAST_TOKEN_FILE", "")
     return Path(found) if found else None
 
 
-def set_for_workers(*, socket: Path, job: str, nproc: int, reform_s: float) -> None:
+def set_for_workers(
+    *, socket: Path, job: str, nproc: int, reform_s: float, stacks: Path | None
+) -> None:
     """Set the environment variables for this process's agent and its workers."""
+    os.environ["HOLDFAST_STACKS"] = str(stacks or "")
     os.environ["HOLDFAST_SOCKET"] = str(socket)
     os.environ["HOLDFAST_REFORM_SECONDS"] = str(reform_s)
     os.environ["HOLDFAST_JOB"] = job

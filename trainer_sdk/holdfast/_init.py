@@ -24,7 +24,7 @@ from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.session import ElasticSession, check_staying
 from holdfast._elastic.sharded import WorldSharded
 from holdfast._elastic.world import World
-from holdfast._environment import Environment, read_environment
+from holdfast._environment import Environment, read_environment, read_stack_directory
 from holdfast._exits import set_exit_codes
 from holdfast._moe.checks import check_same_optimizer
 from holdfast._moe.layer import ExpertLayer
@@ -33,6 +33,7 @@ from holdfast._session.interface import Session, WorldSession
 from holdfast._session.protected import ProtectedSession
 from holdfast._session.unprotected import UnprotectedSession
 from holdfast._settings import Settings
+from holdfast._stacks import offer_stack
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
 from holdfast._state.conventions import Seats, UnitNamer
@@ -97,6 +98,7 @@ def init(
         ProtectionRequiredError: there is no daemon, and the settings require protection.
     """
     environment = read_environment()
+    offer_stack(read_stack_directory())
     maker = _Maker(
         model=model,
         optimizers=optimizer if isinstance(optimizer, list | tuple) else [optimizer],

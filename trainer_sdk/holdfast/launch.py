@@ -20,6 +20,7 @@ import multiprocessing
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from holdfast._environment import (
     read_preload,
     read_secrets,
+    read_stack_directory,
     read_token_file,
     set_for_workers,
 )
@@ -118,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = launch(settings, script)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
+    if (stacks := read_stack_directory()) is not None:
+        shutil.rmtree(stacks, ignore_errors=True)
     if exit_file is not None:
         _write_line(exit_file, str(code))
     return code
@@ -129,11 +133,16 @@ def _set_up_workers(settings: LaunchSettings) -> tuple[str, ...] | None:
     Returns:
         The script that forks run (see `script_of`); None if workers start as new programs.
     """
+    try:
+        stacks = Path(tempfile.mkdtemp(prefix="holdfast-stacks-"))
+    except OSError:  # Workers train without it; if they hang, no stack is shown.
+        stacks = None
     set_for_workers(
         socket=settings.socket,
         job=settings.job,
         nproc=settings.nproc,
         reform_s=settings.reform_s,
+        stacks=stacks,
     )
     script = None if settings.fresh else script_of(settings.command, sys.executable)
     if script is not None:
@@ -197,7 +206,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     )
     # Watch whether workers work, and whether the kernel kills one for its memory.
     kills = MemoryKills()
-    watch = WorkWatch(rendezvous, settings.nproc, kills)
+    watch = WorkWatch(rendezvous, settings.nproc, kills, read_stack_directory())
     watch.start()
     # Start an agent for each epoch. The exceptions below end the launcher, each with its code.
     try:

@@ -32,6 +32,7 @@ from holdfast_operator.reconciler.observe.views import (
     DropJob,
     Fail,
     FenceNode,
+    Inspect,
     NodeView,
     PersistNow,
     PublishMembership,
@@ -153,6 +154,8 @@ class ControlLoop:
                 self._server.drop(self._job.key, up_to_epoch=epoch)
             case PersistNow():
                 self._server.persist(self._job.key)
+            case Inspect(epoch=epoch, number=number):
+                self._server.inspect(self._job.key, epoch, number)
             case Succeed() | Fail() | DeleteJob():
                 pass  # reported as an event and a condition; the caller deletes the job
 

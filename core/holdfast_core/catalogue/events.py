@@ -27,6 +27,9 @@ class JobEvent(StrEnum):
     restored."""
     RANK_LOST = "rank_lost"
     """A session broke off in its epoch."""
+    INSPECTED = "inspected"
+    """The launcher has inspected the process of a rank, because the job hangs; `detail` has its
+    state and its stack."""
     SKIPPED = "skipped"
     """A save found no free slot."""
     COMMITTED = "committed"

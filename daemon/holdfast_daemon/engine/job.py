@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import (
@@ -27,6 +29,7 @@ from holdfast_core.errors import (
     UnsavedError,
 )
 from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.inspections import InspectedProcess
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import (
     SLOTS_MAX,
@@ -65,6 +68,7 @@ from holdfast_daemon.engine.overview import HeldOverview, JobOverview
 from holdfast_daemon.engine.slots import ArenaView, ParityState, SlotState
 from holdfast_daemon.engine.state import (
     Follower,
+    Inspection,
     JobMemory,
     RankRecord,
     SavePace,
@@ -676,6 +680,34 @@ class JobEngine:
                 record.worked = (epoch, now)
                 if record.unprotected_in == epoch and record.failure_code == UnsavedError.code:
                     record.last_sign = now
+
+    def inspect(self, epoch: int, number: int, now: float) -> None:
+        """Have the launcher inspect the processes of this node, unless it was asked for this
+        inspection, or a later one, or the epoch has ended."""
+        known = self.memory.inspection
+        if epoch == self.memory.epoch and (known is None or known.number < number):
+            self.memory.inspection = Inspection(number=number, asked_at=now)
+
+    @property
+    def awaited_inspection(self) -> int:
+        """Number of the inspection that the launcher has not answered yet; 0 if there is none."""
+        asked = self.memory.inspection
+        return asked.number if asked is not None and asked.processes is None else 0
+
+    def inspected(
+        self, epoch: int, number: int, processes: Sequence[InspectedProcess], now: float
+    ) -> list[Effect]:
+        """Record the launcher's answer to an inspection; the ranks are world ranks. Does nothing
+        when nobody waits for it. Raises as `rank_in_world` does."""
+        asked = self.memory.inspection
+        if epoch != self.memory.epoch or asked is None or number != self.awaited_inspection:
+            return []
+        by_rank = {self.rank_in_world(each.rank): each for each in processes}
+        found = tuple(structs.replace(each, rank=rank) for rank, each in sorted(by_rank.items()))
+        self.memory.inspection = replace(asked, processes=found)
+        for each in found:
+            self.memory.note(JobEvent.INSPECTED, rank=each.rank, detail=each.in_words)
+        return self._convergence.settle(now)
 
     def trained(
         self,

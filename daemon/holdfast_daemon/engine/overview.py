@@ -19,7 +19,7 @@ from holdfast_core.snapshots.membership import Membership, Redundancy
 from holdfast_core.snapshots.reports import Directive
 from holdfast_core.states import EndReason, RankHealth, RestoreSource
 from holdfast_daemon.engine.slots import ParityState, SlotState
-from holdfast_daemon.engine.state import JobMemory, RankRecord, SavePace
+from holdfast_daemon.engine.state import Inspection, JobMemory, RankRecord, SavePace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +166,8 @@ class JobOverview:
     copies."""
     persist: PersistOverview | None
     """State of the durable tier; None where the job has none."""
+    inspection: Inspection | None
+    """The newest inspection of this epoch; None without any."""
 
     @property
     def line(self) -> Line | None:
@@ -204,6 +206,7 @@ def overview(memory: JobMemory) -> JobOverview:
         current_loss=current_loss(memory),
         plan=current_plan(memory),
         persist=_persist(memory),
+        inspection=memory.inspection,
     )
 
 
@@ -248,6 +251,7 @@ def evidence(memory: JobMemory) -> tuple[object, ...]:
         epoch is not None and epoch.directive.protected is not None,
         *(any(job.stored for job in memory.rebuilds.values()), memory.loading.beyond),
         *(memory.loading.problem, memory.persist.stored, memory.persist.last_failure),
+        memory.inspection,
         *(
             (
                 record.session.id if record.session else "",

@@ -13,6 +13,7 @@ from holdfast_core.durable.choice import Found
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError
 from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.inspections import InspectedProcess
 from holdfast_core.protection.budget import PARITY_SLOTS
 from holdfast_core.protection.recovery import Holdings
 from holdfast_core.snapshots.generations import Generation
@@ -161,6 +162,17 @@ class RankRecord:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspection:
+    """The newest inspection of the node's processes in one epoch, while the job hangs."""
+
+    number: int
+    asked_at: float
+    """Monotonic time in seconds at which the control loop asked for it."""
+    processes: tuple[InspectedProcess, ...] | None = None
+    """The launcher's answer; None before it."""
+
+
 @dataclass(slots=True)
 class Loading:
     """State of storage in one epoch: the leader's search, and the loads of this daemon."""
@@ -212,6 +224,7 @@ class JobMemory:
     """Why the newest parity block could not be made; empty once one could be, or in a new epoch."""
     retry_at: dict[str, float] = field(default_factory=dict)
     agent_waiting: bool = False
+    inspection: Inspection | None = None
     peers_kept: frozenset[Generation] = frozenset()
     persist: PersistMemory = field(default_factory=PersistMemory)
     loading: Loading = field(default_factory=Loading)
@@ -282,7 +295,7 @@ class JobMemory:
         self.retry_at = {}
         self.loading = Loading()
         self.wrong_rebuilds, self.parity_failure = {}, ""
-        self.agent_waiting = False
+        self.agent_waiting, self.inspection = False, None
         for _, slot in self.slots():
             slot.verified = slot.verifying = False
         for parity in self.parities.values():

@@ -60,6 +60,7 @@ _HISTORY = frozenset(
         JobEvent.EPOCH_BEGAN,
         JobEvent.LINE,
         JobEvent.RANK_LOST,
+        JobEvent.INSPECTED,
         JobEvent.REBUILD_STARTED,
         JobEvent.REBUILT,
         JobEvent.LOADED,

@@ -7,11 +7,14 @@ worker.
 from __future__ import annotations
 
 from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.inspections import FRAMES_SENT_MAX
 from holdfast_core.snapshots.generations import Generation
 from holdfast_daemon.engine.overview import JobOverview, PersistOverview, RankOverview
+from holdfast_daemon.engine.state import Inspection
 from holdfast_daemon.job.host import JobHost
 from holdfast_protos import codec, control_pb2
 from holdfast_protos.expert_plans import plan_to_proto
+from holdfast_protos.inspections import processes_to_proto
 from holdfast_protos.losses import loss_to_proto
 
 
@@ -44,6 +47,7 @@ def job_state(host: JobHost) -> control_pb2.JobState:
         protection_bytes_s=host.worker.parity_traffic.bytes_s,
         slots=job.slots,
         plan=None if job.plan is None else plan_to_proto(job.plan),
+        inspection=_inspection(job.inspection, host.now),
     )
 
 
@@ -59,6 +63,17 @@ def _persist(host: JobHost, persist: PersistOverview | None) -> control_pb2.Pers
         total_bytes=total,
         failure=persist.failure,
         age_s=persist.age_s(host.now),
+    )
+
+
+def _inspection(made: Inspection | None, now: float) -> control_pb2.InspectionState | None:
+    if made is None:
+        return None
+    return control_pb2.InspectionState(
+        number=made.number,
+        age_s=max(0.0, now - made.asked_at),
+        answered=made.processes is not None,
+        processes=processes_to_proto(made.processes or (), FRAMES_SENT_MAX),
     )
 
 

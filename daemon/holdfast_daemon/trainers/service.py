@@ -45,6 +45,7 @@ from holdfast_daemon.trainers.claims import Claims, SessionSeal
 from holdfast_daemon.trainers.waiting_agents import WaitingAgents
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.expert_plans import plan_from_proto
+from holdfast_protos.inspections import processes_from_proto
 from holdfast_protos.losses import rank_loss_from_proto
 
 ASK_AGAIN_S = 1.0
@@ -470,7 +471,14 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def Worked(self, request: trainer_pb2.WorkedRequest, context: Any) -> Any:
         host = self._placed(request.job)
         host.engine.worked(request.epoch, request.ranks, host.now)
-        return trainer_pb2.WorkedReply()
+        return trainer_pb2.WorkedReply(inspect=host.engine.awaited_inspection)
+
+    @_translating
+    async def Inspected(self, request: trainer_pb2.InspectedRequest, context: Any) -> Any:
+        host = self._placed(request.job)
+        processes = processes_from_proto(request.processes)
+        host.carry_out(host.engine.inspected(request.epoch, request.number, processes, host.now))
+        return trainer_pb2.InspectedReply()
 
     @_translating
     async def Trained(self, request: trainer_pb2.TrainedRequest, context: Any) -> Any:

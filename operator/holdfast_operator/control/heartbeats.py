@@ -6,12 +6,19 @@ from functools import lru_cache
 from math import inf
 
 from holdfast_core.errors import known_code
+from holdfast_core.inspections import FRAMES_SENT_MAX
 from holdfast_core.last_lines import last_lines
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import EndReason, RankHealth, RestoreSource
-from holdfast_operator.reconciler.observe.views import JobView, NodeView, RankView
+from holdfast_operator.reconciler.observe.views import (
+    InspectionView,
+    JobView,
+    NodeView,
+    RankView,
+)
 from holdfast_protos import codec, control_pb2, values_pb2
 from holdfast_protos.expert_plans import plan_from_proto
+from holdfast_protos.inspections import processes_from_proto
 from holdfast_protos.losses import loss_from_proto
 
 
@@ -78,6 +85,17 @@ def job_view(state: control_pb2.JobState) -> JobView:
         slots=state.slots,
         loss=loss_from_proto(state.loss) if state.HasField("loss") else None,
         plan=plan_from_proto(state.plan) if state.HasField("plan") else None,
+        inspection=_inspection(state.inspection) if state.HasField("inspection") else None,
+    )
+
+
+def _inspection(state: control_pb2.InspectionState) -> InspectionView:
+    return InspectionView(
+        number=state.number,
+        age_s=state.age_s if 0 <= state.age_s < inf else 0.0,
+        processes=processes_from_proto(state.processes, FRAMES_SENT_MAX)
+        if state.answered
+        else None,
     )
 
 
@@ -126,6 +144,7 @@ def evidence_of(view: JobView) -> object:
     return (
         *(view.epoch, view.membership, view.verified, view.line),
         *(view.agent_waiting, view.rebuilding, view.problem, view.problem_code),
+        view.inspection and (view.inspection.number, view.inspection.processes),
         *(
             (
                 *(each.rank, each.pid, each.lost, each.restored, each.restored_from),

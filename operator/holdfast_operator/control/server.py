@@ -35,6 +35,9 @@ _log = logging.getLogger(__name__)
 RESEND_HEARTBEATS = 2.0
 """Heartbeats until a daemon that has not reported the newest membership is sent it again."""
 
+ASKING_S = 30.0
+"""Seconds for which a daemon that does not report an inspection is asked for it again."""
+
 NODES_MAX = 20_000
 """Maximum number of nodes to remember. Beyond it, a new node replaces a disconnected node that held
 nothing."""
@@ -107,6 +110,9 @@ class ControlServer:
         """Job → the nodes that hold something of it."""
         self._dropped: Recent[float] = Recent(DROPPED_MAX)
         """Job → the newest epoch of what daemons are to drop of it."""
+        self._inspections: dict[str, tuple[int, int, float]] = {}
+        """Job → the epoch and number of the inspection that its daemons were last asked for, and
+        the time until which they are asked."""
         self._server: grpc.aio.Server | None = None
 
     # --- for the owner ------------------------------------------------------------------------
@@ -180,6 +186,13 @@ class ControlServer:
             if node.connection is not None and job in node.jobs:
                 node.connection.outbox.put(message.SerializeToString())
 
+    def inspect(self, job: str, epoch: int, number: int) -> None:
+        """Ask the daemons of an epoch for an inspection, now and with each heartbeat, until they
+        report that they have been asked. Older daemons never do, so this ends after a while."""
+        self._inspections[job] = (epoch, number, self._clock() + ASKING_S)
+        for name in self._holders.get(job, ()):
+            self._ask_for_inspection(self._nodes[name], job)
+
     def forget(self, job: str) -> None:
         """Leave the job to its daemons, as if it had never been published or dropped."""
         self._unplace(job)
@@ -225,6 +238,7 @@ class ControlServer:
         membership = self._published.pop(job, None)
         self._messages.pop(job, None)
         self._changes.pop(job, None)
+        self._inspections.pop(job, None)
         for member in membership.members if membership is not None else ():
             jobs = self._placed.get(member.node, set())
             jobs.discard(job)
@@ -355,6 +369,19 @@ class ControlServer:
                 node.connection.known.pop(job, None)
             elif membership is not None and is_newer(membership, theirs):
                 self._send_membership(node.connection, membership, theirs)
+            self._ask_for_inspection(node, job)
+
+    def _ask_for_inspection(self, node: _Node, job: str) -> None:
+        """Ask a daemon for the inspection of the job, unless it reports that it was asked."""
+        asked, theirs = self._inspections.get(job), node.jobs.get(job)
+        if asked is None or theirs is None or node.connection is None:
+            return
+        epoch, number, until = asked
+        known = theirs.inspection.number if theirs.inspection is not None else 0
+        if theirs.epoch == epoch and known < number and self._clock() < until:
+            inspect = control_pb2.Inspect(job=job, epoch=epoch, number=number)
+            message = control_pb2.ControlMessage(inspect=inspect)
+            node.connection.outbox.put(message.SerializeToString())
 
     def _send_membership(
         self, connection: _Connection, membership: Membership, theirs: JobView | None

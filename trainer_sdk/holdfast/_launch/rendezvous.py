@@ -24,7 +24,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -48,9 +48,11 @@ from holdfast._daemon.calls import REPLY_S, JobCalls
 from holdfast._daemon.sealed_store import NO_KEY, SealedStore, new_store_key
 from holdfast._launch.served_store import STORE_BYTES_MAX, serve_store, watch_store
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
+from holdfast_core.inspections import InspectedProcess
 from holdfast_core.job.failures import REFORM_S
 from holdfast_core.states import EndReason
 from holdfast_protos import codec, trainer_pb2
+from holdfast_protos.inspections import processes_to_proto
 
 log = logging.getLogger(__name__)
 
@@ -141,8 +143,14 @@ class Daemon(Protocol):
             The lanes of this node whose workers follow their worlds.
         """
 
-    def report_work(self, epoch: int, ranks: Collection[int]) -> None:
-        """Report to the control loop which workers have worked since the last report."""
+    def report_work(self, epoch: int, ranks: Collection[int]) -> int:
+        """Report to the control loop which workers have worked since the last report. Returns the
+        number of an inspection of the workers that it waits for; 0 if it waits for none."""
+
+    def report_inspection(
+        self, epoch: int, number: int, processes: Sequence[InspectedProcess]
+    ) -> None:
+        """Report the processes of this node's ranks for an inspection."""
 
     def close(self) -> None:
         """Close the connection, and end all calls that wait on it."""
@@ -206,9 +214,20 @@ class GrpcDaemon:
         reply = self._calls.ask(self._calls.stub.WorkerExited, request)
         return frozenset(reply.following_lanes)
 
-    def report_work(self, epoch: int, ranks: Collection[int]) -> None:
+    def report_work(self, epoch: int, ranks: Collection[int]) -> int:
         request = trainer_pb2.WorkedRequest(job=self._job, epoch=epoch, ranks=ranks)
-        self._calls.ask(self._calls.stub.Worked, request)
+        return int(self._calls.ask(self._calls.stub.Worked, request).inspect)
+
+    def report_inspection(
+        self, epoch: int, number: int, processes: Sequence[InspectedProcess]
+    ) -> None:
+        request = trainer_pb2.InspectedRequest(
+            job=self._job,
+            epoch=epoch,
+            number=number,
+            processes=processes_to_proto(processes),
+        )
+        self._calls.ask(self._calls.stub.Inspected, request)
 
     def close(self) -> None:
         self._calls.close()
@@ -343,11 +362,20 @@ class HoldfastRendezvous(RendezvousHandler):
         """Return the process id of each running worker by its local rank."""
         return self.list_workers()
 
-    def report_work(self, ranks: Collection[int]) -> None:
-        """Report to the control loop which ranks have worked since the last report. Errors are
-        ignored: the daemon may be away, or too old to know the call."""
+    def report_work(self, ranks: Collection[int]) -> int:
+        """Report to the control loop which ranks have worked since the last report. Returns the
+        number of an inspection that is to be made; 0 if there is none. Errors are ignored: the
+        daemon may be away, or too old to know the call."""
+        if self.epoch:
+            with suppress(HoldfastError):
+                return self._daemon.report_work(self.epoch, ranks)
+        return 0
+
+    def report_inspection(self, number: int, processes: Sequence[InspectedProcess]) -> None:
+        """Report the processes of this node's world ranks for an inspection. Errors are ignored:
+        the daemon asks again."""
         with suppress(HoldfastError):
-            self._daemon.report_work(self.epoch, ranks)
+            self._daemon.report_inspection(self.epoch, number, processes)
 
     def get_backend(self) -> str:
         return BACKEND

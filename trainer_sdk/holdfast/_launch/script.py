@@ -21,8 +21,14 @@ from types import TracebackType
 
 from holdfast._checking.recording import WATCH
 from holdfast._daemon.unsaved import OF_PROCESS
-from holdfast._environment import read_check_directory, read_environment, read_local_rank
+from holdfast._environment import (
+    read_check_directory,
+    read_environment,
+    read_local_rank,
+    read_stack_directory,
+)
 from holdfast._exits import exit_code_of
+from holdfast._stacks import offer_stack
 from holdfast_core.errors import InvalidJobError
 
 MODULE = "-m"
@@ -44,6 +50,7 @@ def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
             printed as by any Python program.
     """
     _die_with_parent()
+    offer_stack(read_stack_directory())
     # With the launcher's start method, each worker of a data loader would run the script again.
     multiprocessing.set_start_method(None, force=True)
     if stderr_paths:

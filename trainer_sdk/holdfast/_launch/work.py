@@ -3,7 +3,8 @@ or written, of each worker and its descendants.
 
 A rank with a session reports its steps. A rank without one reports nothing: its script may still
 load a model, may not have called `holdfast.init` yet, or may not use Holdfast at all. But the
-control loop ends a start in which nothing happens for a while. So this module asks the kernel.
+control loop ends a start in which nothing happens for a while. So this module asks the kernel. The
+daemon's reply to a report may ask for an inspection of the workers, because the job hangs.
 
 It must not judge: a process that waits in a collective of NCCL uses the processor as well.
 """
@@ -14,13 +15,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from msgspec import structs
+
+from holdfast._launch.inspecting import inspect_workers
 from holdfast._launch.memory_kills import MemoryKills
+from holdfast_core.inspections import InspectedProcess
 
 WATCH_S = 2.0
 """Pause between two measurements."""
@@ -101,8 +106,12 @@ class Launch(Protocol):
     def workers(self) -> Mapping[int, int]:
         """Return the process id of each running worker by its local rank."""
 
-    def report_work(self, ranks: Collection[int]) -> None:
-        """Report the world ranks that have worked since the last measurement."""
+    def report_work(self, ranks: Collection[int]) -> int:
+        """Report the world ranks that have worked since the last measurement. Returns the number
+        of an inspection that is to be made; 0 if there is none."""
+
+    def report_inspection(self, number: int, processes: Sequence[InspectedProcess]) -> None:
+        """Report the processes of the world ranks of this node."""
 
 
 class WorkWatch:
@@ -112,10 +121,12 @@ class WorkWatch:
         launch: names the running workers, and takes the reports.
         nproc: number of workers on each node.
         kills: updated with each measurement.
+        stacks: directory in which workers offer their stacks; None if there is none.
     """
 
-    def __init__(self, launch: Launch, nproc: int, kills: MemoryKills) -> None:
+    def __init__(self, launch: Launch, nproc: int, kills: MemoryKills, stacks: Path | None) -> None:
         self._launch, self._nproc, self._kills = launch, nproc, kills
+        self._stacks = stacks
         self._before: dict[int, Usage] = {}
         self._looked_s = time.monotonic()
         self._closed = threading.Event()
@@ -129,7 +140,8 @@ class WorkWatch:
         self._closed.set()
 
     def look(self) -> None:
-        """Report the workers that have worked since the last call."""
+        """Report the workers that have worked since the last call, and inspect all if the daemon
+        asks for it."""
         self._kills.look()
         workers, first = self._launch.workers(), self._launch.node_rank * self._nproc
         now_s = time.monotonic()
@@ -141,8 +153,10 @@ class WorkWatch:
             if pid in usage and self._has_worked(usage[pid], self._before.get(pid), passed_s)
         ]
         self._before = usage
-        if worked:
-            self._launch.report_work(worked)
+        if number := self._launch.report_work(worked):
+            found = inspect_workers(workers, self._stacks)
+            processes = [structs.replace(found[lane], rank=first + lane) for lane in sorted(found)]
+            self._launch.report_inspection(number, processes)
 
     def _has_worked(self, now: Usage, before: Usage | None, passed_s: float) -> bool:
         """Whether a worker has worked between two measurements. A new worker has: it started."""

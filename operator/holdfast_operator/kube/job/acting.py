@@ -29,6 +29,7 @@ from holdfast_operator.reconciler.observe.views import (
     DropJob,
     Event,
     FenceNode,
+    Inspect,
     PersistNow,
     PublishMembership,
     StartAgent,
@@ -113,6 +114,8 @@ class ActionExecutor:
                     self._world.server.drop(job.key, up_to_epoch=epoch)
                 case PersistNow():
                     self._world.server.persist(job.key)
+                case Inspect(epoch=epoch, number=number):
+                    self._world.server.inspect(job.key, epoch, number)
                 case DeleteJob():
                     later.append(partial(self._delete, job))
                 case _:

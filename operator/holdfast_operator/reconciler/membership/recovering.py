@@ -20,6 +20,7 @@ from holdfast_operator.reconciler.failures.trainer_failures import (
     note_failure,
     with_last_lines,
 )
+from holdfast_operator.reconciler.membership.inspecting import inspect_hang, note_passed_hang
 from holdfast_operator.reconciler.membership.joining import with_setback
 from holdfast_operator.reconciler.membership.staying import others_stay, partial_restart
 from holdfast_operator.reconciler.membership.waiting import SILENT, await_node, await_pods
@@ -95,11 +96,16 @@ def recover(observation: Observation, state: ControlState, membership: Membershi
         observation, state, membership, principal(evidence.causes), evidence.groups
     )
     if not causes:
-        return RuleResult(replace(state, no_replacement_since=None, codes_awaited_since=None))
+        state = replace(state, no_replacement_since=None, codes_awaited_since=None)
+        return note_passed_hang(observation, state, membership)
     # Let the rules for a failure decide: wait, fail the job, or begin the epoch.
     anew = any(cause.exit_code == BEGINS_ANEW for cause in evidence.causes)
     case = _Case(membership=membership, causes=causes, rules=tuple(rules), moves=moves, anew=anew)
     return run_rules(_RULES, observation, state, case)
+
+
+def _inspect_hang(observation: Observation, state: ControlState, case: _Case) -> RuleResult:
+    return inspect_hang(observation, state, case.membership, case.causes)
 
 
 def _note_failure(_: Observation, state: ControlState, case: _Case) -> RuleResult:
@@ -224,6 +230,7 @@ def _response(observation: Observation, begun: ControlState, case: _Case) -> str
 
 
 _RULES = (
+    _inspect_hang,
     _note_failure,
     _await_codes,
     _fail_by_rule,

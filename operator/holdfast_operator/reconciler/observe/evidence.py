@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from holdfast_core.exit_codes import BEGINS_ANEW, HOLDFAST_DECIDED
 from holdfast_core.job.parsing import MoETrainingJob, On
 from holdfast_core.snapshots.membership import Member, Membership
+from holdfast_operator.reconciler.observe.inspections import diagnosis_of
 from holdfast_operator.reconciler.observe.lookups import (
     agent_at,
     detection_s,
@@ -381,11 +382,14 @@ def _hang(
     """Find out whether there has been no progress for too long: in a start or at the end, where no
     rank can report steps (`stalls`), or in training. In training, ranks wait for each other in
     collectives, so one that hangs stops all; the text names ranks that are a step behind, or idle
-    for longest."""
+    for longest. If an inspection shows who holds up the others, these are the ranks that have
+    failed."""
+    diagnosis = diagnosis_of(observed, membership, state)
+    found = f"; {diagnosis.text}" if diagnosis is not None else ""
     stall = stall_of(job, membership, observed, state, now)
     if stall is not None:
         if stall.quiet_s >= stall.limit_s:
-            text = f"{stall.quiet_text} for {stall.quiet_s:.1f} s"
+            text = f"{stall.quiet_text} for {stall.quiet_s:.1f} s{found}"
             yield Cause(on=On.HANG, text=text, member=stall.member)
         return
     ranks = [r for r in ranks_in(observed, membership) if r.at_work]
@@ -403,8 +407,10 @@ def _hang(
     named = named or [r.rank for r in behind]
     text = (
         f"no progress of any rank for {idle_s:.1f} s; {ranks_in_words(named)} idle for "
-        f"{longest_s:.1f} s at step {behind_step}"
+        f"{longest_s:.1f} s at step {behind_step}{found}"
     )
+    if diagnosis is not None and len({*map(membership.member_of, diagnosis.culprits)}) == 1:
+        named = sorted(diagnosis.culprits)
     member = membership.member_of(named[0])
     hung = frozenset(named).intersection(membership.ranks_of(member))
     yield Cause(on=On.HANG, text=text, member=member, ranks=hung)

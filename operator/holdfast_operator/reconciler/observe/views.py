@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.inspections import InspectedProcess
 from holdfast_core.job.status import ConditionStatus
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
@@ -70,6 +71,16 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
         return self.state.at_work or self.unprotected
 
 
+class InspectionView(Struct, frozen=True, kw_only=True, gc=False):
+    """One daemon's report of the newest inspection in the epoch of the `JobView`."""
+
+    number: int
+    age_s: float
+    """Seconds since the daemon was asked for it."""
+    processes: tuple[InspectedProcess, ...] | None = None
+    """The processes of its ranks; None while their launcher has not answered."""
+
+
 class JobView(Struct, frozen=True, kw_only=True, gc=False):
     """One daemon's report of the job."""
 
@@ -113,6 +124,8 @@ class JobView(Struct, frozen=True, kw_only=True, gc=False):
     or no rank has reported yet."""
     plan: PlanReport | None = None
     """Expert plan of its ranks that have a session in this epoch; None without uneven copies."""
+    inspection: InspectionView | None = None
+    """None when its processes were not inspected in this epoch."""
 
 
 class NodeView(Struct, frozen=True, kw_only=True, gc=False):
@@ -320,6 +333,14 @@ class DropJob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Inspect:
+    """Have all daemons of the epoch ask their launchers to inspect the processes of the ranks."""
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PersistNow:
     """Have the newest protected generation copied to durable storage."""
 
@@ -352,6 +373,7 @@ Action = (
     | FenceNode
     | DropJob
     | PersistNow
+    | Inspect
     | Succeed
     | Fail
     | DeleteJob
@@ -409,6 +431,8 @@ class EventReason(StrEnum):
     DAEMON_BACK = "DaemonBack"
     READDRESSED = "Readdressed"
     RECOVERING = "Recovering"
+    HANG_INSPECTED = "HangInspected"
+    HANG_PASSED = "HangPassed"
     NO_REPLACEMENT = "NoReplacement"
     JOINED = "Joined"
     JOINER_EXITED = "JoinerExited"
@@ -445,6 +469,18 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AskedInspection:
+    """An inspection of the processes of a job that hangs."""
+
+    epoch: int
+    number: int
+    asked_at: float
+    """When the daemons were asked for it, as far as they report it to a new control loop."""
+    over: bool = False
+    """Whether the control loop waits for it no more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ControlState(Counters):
     """State of the control loop between two turns.
 
@@ -474,6 +510,8 @@ class ControlState(Counters):
     """When the agent of a missing member was first seen to wait; None while none does."""
     unscheduled_since: tuple[tuple[int, float], ...] = ()
     """Missing members for whose agents there is no room, and since when."""
+    inspection: AskedInspection | None = None
+    """Newest inspection; None since training was last seen to get on."""
     codes_awaited_since: float | None = None
     """When a rank was first seen lost whose exit code the failure rules depend on."""
     unfit: frozenset[str] = frozenset()

@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.inspections import Frame, InspectedProcess
 from holdfast_core.job.locations import Locations
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.snapshots.generations import Generation, Line
@@ -30,6 +31,8 @@ from holdfast_operator.reconciler.observe.views import (
     DropJob,
     Event,
     FenceNode,
+    Inspect,
+    InspectionView,
     JobView,
     NodeView,
     PublishMembership,
@@ -97,6 +100,8 @@ class Daemon:
     """Rank → exit code that its agent reported."""
     last_lines: dict[int, str] = field(default_factory=dict)
     """Rank → last lines of its output, which its agent reported."""
+    inspection: tuple[int, float] | None = None
+    """Number of its newest inspection in this epoch, and when it was asked for it."""
 
 
 class World:
@@ -141,6 +146,11 @@ class World:
         self.standbys: dict[str, StandbyView] = {}
         """Node → the standby agent on it."""
         self.standbys_wanted = 0
+        self.processes: dict[int, InspectedProcess | None] = {}
+        """Rank → its process as its launcher sees it, or None without one; others wait in one
+        collective."""
+        self.mute, self.old = set[str](), set[str]()
+        """Nodes whose launchers do not answer inspections, and whose daemons know none."""
         self.state = ControlState()
         self.decision = Decision(state=self.state)
         self.step, self.idle_s = 0, 0.0
@@ -316,6 +326,21 @@ class World:
             slots=self.slots.get(name, 0),
             rebuilding=self.busy.get(name) is not None,
             loading=self.busy.get(name) == "loading",
+            inspection=self.inspection_on(name, ranks),
+        )
+
+    def inspection_on(self, name: str, ranks: range) -> InspectionView | None:
+        """The daemon's report of its newest inspection."""
+        asked = self.daemons[name].inspection
+        if asked is None:
+            return None
+        number, asked_at = asked
+        found = [self.processes.get(rank, waiting(rank)) for rank in ranks]
+        processes = tuple(each for each in found if each is not None)
+        return InspectionView(
+            number=number,
+            age_s=self.now - asked_at,
+            processes=None if name in self.mute else processes,
         )
 
     def _restored_in(self, epoch: int) -> tuple[Generation | None, RestoreSource]:
@@ -374,6 +399,12 @@ class World:
                 del self.standbys[node]
             case FenceNode(node=node):
                 self.fenced.append(node)
+            case Inspect(epoch=epoch, number=number):
+                for name, daemon in self.daemons.items():
+                    there = daemon.membership is not None and daemon.membership.epoch == epoch
+                    known = 0 if daemon.inspection is None else daemon.inspection[0]
+                    if daemon.alive and there and name not in self.old and known < number:
+                        daemon.inspection = (number, self.now)
             case DropJob(up_to_epoch=epoch):
                 self.dropped = True
                 self.sent, self.dropping = None, inf if epoch is None else epoch
@@ -405,7 +436,7 @@ class World:
         if daemon.alive and concerned and newer:
             if known is None or known.epoch < membership.epoch:
                 daemon.lost, daemon.waiting, daemon.exits = set(), False, {}
-                daemon.last_lines = {}
+                daemon.last_lines, daemon.inspection = {}, None
                 self.step, self.idle_s = 0, 0.0
             daemon.membership = membership
 
@@ -524,6 +555,16 @@ class World:
     def condition(self, kind: str) -> tuple[bool | None, str, str]:
         found = next(c for c in self.decision.conditions if c.type.value == kind)
         return found.status, found.reason, found.message
+
+
+def waiting(rank: int, line: int = 30) -> InspectedProcess:
+    """A process that waits in `all_reduce`, called from `line` of its script."""
+    reduce = Frame(
+        "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce"
+    )
+    return InspectedProcess(
+        rank=rank, state="S", frames=(reduce, Frame("/work/train.py", line, "main"))
+    )
 
 
 def running(job: MoETrainingJob | None = None, *, step: int = 10) -> World:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
 from holdfast_core.errors import HoldfastError, UnreachableError
+from holdfast_core.inspections import InspectedProcess
 from holdfast_core.job.failures import REFORM_S
 from holdfast_core.states import EndReason
 
@@ -69,6 +70,9 @@ class PlayedDaemon:
         self.lines: list[str] = []
         self.reasons: list[EndReason] = []
         self.work: list[tuple[int, ...]] = []
+        self.inspects = 0
+        """Number of the inspection that it asks for."""
+        self.inspections: list[tuple[object, ...]] = []
         """Epoch and ranks of each report of work."""
         self.deaf = False
         self.following: set[int] = set()
@@ -132,10 +136,18 @@ class PlayedDaemon:
         self.reasons.append(reason)
         return frozenset(self.following)
 
-    def report_work(self, epoch: int, ranks: Collection[int]) -> None:
+    def report_work(self, epoch: int, ranks: Collection[int]) -> int:
         if self.deaf:
             raise UnreachableError("away")
         self.work.append((epoch, *ranks))
+        return self.inspects
+
+    def report_inspection(
+        self, epoch: int, number: int, processes: Sequence[InspectedProcess]
+    ) -> None:
+        if self.deaf:
+            raise UnreachableError("away")
+        self.inspections.append((epoch, number, *processes))
 
     def close(self) -> None:
         with self.worlds.changed:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -31,6 +31,7 @@ from holdfast._launch.agent import (
 from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
 from holdfast._launch.workers import CLOSE_S
 from holdfast_core.errors import UnreachableError
+from holdfast_core.inspections import InspectedProcess
 from holdfast_core.states import EndReason
 
 TIMEOUT_S = 30.0
@@ -63,7 +64,12 @@ class OneEpoch:
     ) -> frozenset[int]:
         raise AssertionError("no worker runs here")
 
-    def report_work(self, epoch: int, ranks: Collection[int]) -> None:
+    def report_work(self, epoch: int, ranks: Collection[int]) -> int:
+        raise AssertionError("no worker runs here")
+
+    def report_inspection(
+        self, epoch: int, number: int, processes: Sequence[InspectedProcess]
+    ) -> None:
         raise AssertionError("no worker runs here")
 
     def end(self, world: AnnouncedWorld) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from holdfast._launch.rendezvous import HoldfastRendezvous
 from holdfast.rendezvous import create_handler, handler_of
 from holdfast_core.errors import HoldfastError, UnreachableError, VersionMismatchError
+from holdfast_core.inspections import InspectedProcess
 from holdfast_core.states import EndReason
 
 
@@ -185,8 +186,24 @@ def test_work_is_reported_with_the_present_epoch_and_a_daemon_that_is_away_misse
         daemon.deaf = True
         handler.report_work([4])
         daemon.deaf = False
-        handler.report_work([5])
+        assert handler.report_work([5]) == 0
     assert daemon.work == [(1, 4, 5), (1, 5)]
+
+
+def test_a_launcher_learns_of_an_inspection_from_the_reply_and_answers_in_its_epoch() -> None:
+    worlds = Worlds()
+    daemon = PlayedDaemon(worlds)
+    daemon.inspects = 3
+    process = InspectedProcess(rank=4, state="T")
+    with rendezvous(daemon) as (handler, _):
+        assert handler.report_work([]) == 0  # no world yet, and no daemon that knows the job
+        worlds.begin(1)
+        handler.next_rendezvous()
+        assert handler.report_work([]) == 3
+        handler.report_inspection(3, [process])
+        daemon.deaf = True
+        handler.report_inspection(3, [process])
+    assert daemon.inspections == [(1, 3, process)]
 
 
 def test_a_daemon_that_is_away_is_not_needed_to_report_an_exit_code(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from holdfast._launch.memory_kills import MemoryKills
 from holdfast._launch.work import WorkWatch, usage_below
+from holdfast_core.inspections import InspectedProcess
 
 SLEEPS = "print('up', flush=True); import time; time.sleep(60)"
 SPINS = "print('up', flush=True)\nwhile True: pass"
@@ -41,12 +42,18 @@ class Started:
         for process in self.running:
             assert process.stdout is not None and process.stdout.readline()
         self.reports: list[list[int]] = []
+        self.inspects = 0
+        self.inspections: list[tuple[int, list[InspectedProcess]]] = []
 
     def workers(self) -> Mapping[int, int]:
         return {lane: process.pid for lane, process in enumerate(self.running)}
 
-    def report_work(self, ranks: Collection[int]) -> None:
+    def report_work(self, ranks: Collection[int]) -> int:
         self.reports.append(list(ranks))
+        return self.inspects
+
+    def report_inspection(self, number: int, processes: Sequence[InspectedProcess]) -> None:
+        self.inspections.append((number, list(processes)))
 
     def close(self) -> None:
         for process in self.running:
@@ -70,7 +77,7 @@ def kills(tmp_path: Path) -> MemoryKills:
 def test_workers_work_that_spin_themselves_or_by_a_child_and_sleepers_do_not(
     launch: Started, tmp_path: Path
 ) -> None:
-    watch = WorkWatch(launch, 3, kills(tmp_path))
+    watch = WorkWatch(launch, 3, kills(tmp_path), None)
     watch.look()
     assert launch.reports == [[6, 7, 8]]  # all have started
     before = usage_below(launch.workers().values())
@@ -87,7 +94,7 @@ def test_workers_work_that_spin_themselves_or_by_a_child_and_sleepers_do_not(
 def test_a_worker_that_reads_works_though_it_sleeps_most_of_the_time(tmp_path: Path) -> None:
     launch = Started(READS)
     try:
-        pid, watch = launch.workers()[0], WorkWatch(launch, 1, kills(tmp_path))
+        pid, watch = launch.workers()[0], WorkWatch(launch, 1, kills(tmp_path), None)
         watch.look()
         first = usage_below([pid])[pid].moved_bytes  # after the look, which counts from less
         while usage_below([pid])[pid].moved_bytes < first + 4_000_000:

@@ -1,0 +1,239 @@
+"""Find out who holds up a job that hangs, from the stacks and states of its processes. Pure.
+
+In a hang, nearly all ranks wait for the others in a collective, and the interesting ones do
+something else. So ranks are grouped by the place where they are, and the places that explain the
+wait are named: a process that is stopped, one that the kernel does not let go, one that is not in
+the collective. Lines of a stack prove where a process is, and nothing more; a missing stack proves
+nothing at all, so nobody is blamed for one.
+
+All texts in a stack come from trainers: they are only ever shown, and compared with names of files
+and functions of torch and of Holdfast.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+from holdfast_core.inspections import STOPPED, UNINTERRUPTIBLE, Frame, InspectedProcess
+from holdfast_operator.reconciler.observe.text import ranks_in_words
+
+TEXT_CHARACTERS_MAX = 600
+"""Characters of a diagnosis: an event has 1024 for all that it reports."""
+PLACES_NAMED_MAX = 4
+"""Places that a diagnosis names."""
+CALLERS_MAX = 8
+"""Frames of scripts and their libraries, from the innermost, that make up a place."""
+
+_COLLECTIVES = re.compile(
+    r"/torch/distributed/(distributed_c10d|_functional_collectives|nn/functional|rendezvous)\.py$"
+)
+_TORCH_LOADER = re.compile(r"/torch/utils/data/")
+_BACKWARD = re.compile(r"/torch/autograd/(__init__|graph|function)\.py$")
+_TORCH = re.compile(r"/torch/|/torch$")
+_OUR_WAITS = re.compile(r"/holdfast/_(agree|elastic|restoring|daemon|moe|session)/")
+_OURS = re.compile(r"/holdfast/")
+_PACKAGES = re.compile(r"/(site|dist)-packages/")
+_STANDARD = re.compile(r"/lib(64)?/python[\d.]+t?/|^<frozen ")
+
+
+class _Kind(IntEnum):
+    """Kind of the place where a rank is."""
+
+    STOPPED = 0
+    UNINTERRUPTIBLE = 1
+    ENDED = 2
+    LOADER = 3
+    CODE = 4
+    WAITING = 5
+    """In a collective, or in another wait for the other ranks."""
+    NO_STACK = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a rank is; ranks at equal places do the same."""
+
+    kind: _Kind
+    what: str
+    callers: tuple[Frame, ...] = ()
+    details: str = field(default="", compare=False)
+    """What a rank waits for there, such as a file; ranks at one place may wait for different
+    ones."""
+
+    @property
+    def proves_nothing(self) -> bool:
+        return self.kind is _Kind.NO_STACK
+
+    @property
+    def text(self) -> str:
+        """The place, in words that follow `is` or `are`."""
+        return ": ".join(filter(None, (self.what, self.details)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """Result of an inspection."""
+
+    text: str
+    """Who holds up the others and how, or that nobody does, in words of bounded length."""
+    culprits: frozenset[int]
+    """Ranks that hold up the others; empty where none stands out."""
+
+
+def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | None]) -> Diagnosis:
+    """Find the ranks that hold up the others.
+
+    Args:
+        ranks: ranks of the world.
+        answers: process of each rank whose launcher has answered; None for a rank that has none any
+            more. Ranks of other launchers are missing.
+    """
+    silent = sorted(set(ranks) - answers.keys())
+    groups = _grouped(answers)
+    told = {place: found for place, found in groups.items() if not place.proves_nothing}
+    culprits = _outliers(told)
+    parts: list[str] = []
+    if culprits:
+        parts += _named(culprits)
+        parts += _the_others(told, culprits)
+    elif len(told) == 1:
+        ((place, found),) = told.items()
+        others = "the only rank" if len(found) == 1 else f"all {len(found)} ranks"
+        if silent or len(found) < len(answers):
+            others = ranks_in_words(found)
+        parts.append(f"no culprit stands out: {others} {_verb(found)} {place.text}")
+    elif told:
+        parts += _named(told)
+        if all(place.kind is _Kind.WAITING for place in told):
+            parts.append(
+                "they wait for each other, as when two groups are used in opposite order or a "
+                "branch differs"
+            )
+    for place, found in groups.items():
+        if place.proves_nothing:
+            parts.append(f"{ranks_in_words(found)} {_verb(found)} {place.text}")
+    if silent:
+        parts.append(f"not answering: the launcher of {ranks_in_words(silent)}")
+    text = "; ".join(parts)
+    if len(text) > TEXT_CHARACTERS_MAX:
+        text = f"{text[: TEXT_CHARACTERS_MAX - 1]}…"
+    blamed = frozenset(rank for found in culprits.values() for rank in found)
+    return Diagnosis(text=text, culprits=blamed)
+
+
+def _grouped(answers: Mapping[int, InspectedProcess | None]) -> dict[_Place, list[int]]:
+    """The ranks at each place: first the places that explain most, then by their lowest ranks."""
+    groups: dict[_Place, list[int]] = {}
+    for rank, process in sorted(answers.items()):
+        groups.setdefault(_place_of(process), []).append(rank)
+    return dict(sorted(groups.items(), key=lambda each: (each[0].kind, each[1][0])))
+
+
+def _outliers(groups: Mapping[_Place, Sequence[int]]) -> dict[_Place, Sequence[int]]:
+    """The places that explain the hang: processes that cannot get on, or else those that are not
+    where the others wait, or else those that are not where most are."""
+    for kinds in ((_Kind.STOPPED, _Kind.UNINTERRUPTIBLE), (_Kind.ENDED,)):
+        if stuck := {place: found for place, found in groups.items() if place.kind in kinds}:
+            return stuck
+    away = {place: found for place, found in groups.items() if place.kind is not _Kind.WAITING}
+    if away and len(away) < len(groups):
+        return away
+    largest = max(map(len, groups.values()), default=0)
+    if len(groups) > 1 and 2 * largest > sum(map(len, groups.values())):
+        return {place: found for place, found in groups.items() if len(found) < largest}
+    return {}
+
+
+def _named(groups: Mapping[_Place, Sequence[int]]) -> list[str]:
+    """What the ranks at each of the first places do, and how many more places there are."""
+    places = list(groups.items())
+    texts = [f"{ranks_in_words(found)} {_verb(found)} {place.text}" for place, found in places]
+    more = len(texts) - PLACES_NAMED_MAX
+    return texts if more <= 0 else [*texts[:PLACES_NAMED_MAX], f"and {more} more places"]
+
+
+def _the_others(
+    groups: Mapping[_Place, Sequence[int]], culprits: Mapping[_Place, Sequence[int]]
+) -> list[str]:
+    """What most of the ranks do that are not to blame."""
+    rest = [(place, found) for place, found in groups.items() if place not in culprits]
+    if not rest:
+        return []
+    place, found = max(rest, key=lambda each: len(each[1]))
+    who = "the other rank" if len(found) == 1 else f"{len(found)} others"
+    return [f"{who} {_verb(found)} {place.text}"]
+
+
+def _verb(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _place_of(process: InspectedProcess | None) -> _Place:
+    if process is None:
+        return _Place(_Kind.ENDED, "without a process: the script has ended there")
+    if process.state in STOPPED:
+        return _Place(_Kind.STOPPED, "stopped (by SIGSTOP or a debugger)")
+    if process.state == UNINTERRUPTIBLE and not process.frames:
+        where = process.call or (process.kernel and f"{process.kernel} of the kernel")
+        where = f" in {where}" if where else ""
+        text = f"waiting{where} and cannot be interrupted (state D): for storage or a driver"
+        return _Place(_Kind.UNINTERRUPTIBLE, text)
+    if not process.frames:
+        why = process.no_stack or "none was found"
+        return _Place(_Kind.NO_STACK, f"without a stack ({why})")
+    place = _place_in(process.frames)
+    if place.kind is _Kind.WAITING:
+        return place
+    return replace(place, details=", ".join(filter(None, (process.call, process.helper))))
+
+
+def _place_in(frames: Sequence[Frame]) -> _Place:
+    """The place that a stack shows."""
+    callers = tuple([frame for frame in frames if _is_script(frame)][:CALLERS_MAX])
+    at = f" ({_shortened(callers[0])})" if callers else ""
+    if (call := _last_of(frames, _COLLECTIVES)) is not None:
+        return _Place(_Kind.WAITING, f"waiting in {call.function}{at}", callers)
+    # From here on, the innermost frame that means something decides.
+    loads = _last_of(frames, _TORCH_LOADER) is not None
+    for frame in frames:
+        if _is_script(frame):
+            break
+        if _OUR_WAITS.search(frame.file):
+            what = f"waiting in {frame.function} of Holdfast{at}"
+            return _Place(_Kind.WAITING, what, callers)
+        if _BACKWARD.search(frame.file):
+            return _Place(_Kind.WAITING, f"waiting in the backward pass{at}", callers)
+        if _TORCH_LOADER.search(frame.file):
+            break
+    inner = callers[0] if callers else frames[0]
+    if loads:
+        return _Place(_Kind.LOADER, f"in its data loader, in `{inner.function}`{at}", callers)
+    what = "code of the script" if not _PACKAGES.search(inner.file) else "code of a library"
+    return _Place(_Kind.CODE, f"in {what}, in `{inner.function}`{at}", callers)
+
+
+def _last_of(frames: Iterable[Frame], pattern: re.Pattern[str]) -> Frame | None:
+    """The outermost of the innermost frames in a row that match: the function that was called."""
+    found: Frame | None = None
+    for frame in frames:
+        if pattern.search(frame.file):
+            found = frame
+        elif found is not None and not _TORCH.search(frame.file):
+            break  # Decorators of torch may stand between the functions of a collective.
+    return found
+
+
+def _is_script(frame: Frame) -> bool:
+    """Whether a frame belongs to the script, or to a library that is neither Python's, torch nor
+    Holdfast."""
+    packaged = _PACKAGES.search(frame.file) is not None
+    if _STANDARD.search(frame.file) and not packaged:
+        return False
+    return not _OURS.search(frame.file) and not (packaged and _TORCH.search(frame.file))
+
+
+def _shortened(frame: Frame) -> str:
+    return f"{'/'.join(frame.file.split('/')[-2:])}:{frame.line}"

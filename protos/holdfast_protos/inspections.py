@@ -1,0 +1,53 @@
+"""Encode and decode inspected processes, bounded: their texts come from trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast_core.inspections import FRAMES_MAX, Frame, InspectedProcess, bounded_process
+from holdfast_protos import values_pb2
+
+
+def processes_to_proto(
+    processes: Iterable[InspectedProcess], frames_max: int = FRAMES_MAX
+) -> list[values_pb2.InspectedProcess]:
+    """Encode processes, with at most `frames_max` frames of each."""
+    return [
+        values_pb2.InspectedProcess(
+            rank=each.rank,
+            state=each.state,
+            kernel=each.kernel,
+            call=each.call,
+            helper=each.helper,
+            frames=[
+                values_pb2.StackFrame(file=f.file, line=f.line, function=f.function)
+                for f in each.frames[:frames_max]
+            ],
+            no_stack=each.no_stack,
+        )
+        for each in processes
+    ]
+
+
+def processes_from_proto(
+    messages: Iterable[values_pb2.InspectedProcess], frames_max: int = FRAMES_MAX
+) -> tuple[InspectedProcess, ...]:
+    """Decode processes, with texts and stacks of bounded size."""
+    return tuple(
+        bounded_process(
+            InspectedProcess(
+                rank=each.rank,
+                state=each.state,
+                kernel=each.kernel,
+                call=each.call,
+                helper=each.helper,
+                frames=tuple(
+                    Frame(frame.file, frame.line, frame.function)
+                    for frame in each.frames[:frames_max]
+                ),
+                no_stack=each.no_stack,
+            ),
+            frames_max,
+        )
+        for each in messages
+    )

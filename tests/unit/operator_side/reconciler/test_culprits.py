@@ -1,0 +1,240 @@
+"""Who holds up a job that hangs, from the stacks of its processes: shapes, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast_core.inspections import Frame, InspectedProcess, bounded_process
+from holdfast_operator.reconciler.observe.culprits import TEXT_CHARACTERS_MAX, diagnose
+
+LIB = "/env/lib/python3.11"
+TORCH = f"{LIB}/site-packages/torch"
+MAIN = (
+    Frame("/work/train.py", 90, "<module>"),
+    Frame("<frozen runpy>", 88, "_run_code"),
+    Frame("/src/holdfast/_launch/script.py", 70, "run_script"),
+    Frame(f"{TORCH}/distributed/elastic/multiprocessing/api.py", 700, "_wrap"),
+    Frame(f"{LIB}/multiprocessing/process.py", 108, "run"),
+)
+"""Outer frames of every worker that torchrun's launcher has forked."""
+
+
+def of(rank: int, *frames: Frame, **fields: str) -> InspectedProcess:
+    stack = (*frames, *MAIN) if frames else ()
+    return InspectedProcess(rank=rank, state=fields.pop("state", "S"), frames=stack, **fields)
+
+
+def reduces(rank: int, line: int = 31, name: str = "all_reduce") -> InspectedProcess:
+    return of(
+        rank,
+        Frame(f"{TORCH}/distributed/distributed_c10d.py", 2501, name),
+        Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper"),
+        Frame("/work/train.py", line, "step"),
+    )
+
+
+def runs_backward(rank: int) -> InspectedProcess:
+    return of(
+        rank,
+        Frame(f"{TORCH}/autograd/graph.py", 823, "_engine_run_backward"),
+        Frame(f"{TORCH}/autograd/__init__.py", 347, "backward"),
+        Frame(f"{TORCH}/_tensor.py", 626, "backward"),
+        Frame("/work/train.py", 30, "step"),
+    )
+
+
+def votes(rank: int, line: int) -> InspectedProcess:
+    """A wait of the SDK that polls, so that ranks are in different lines of it."""
+    return of(
+        rank,
+        Frame(f"{LIB}/threading.py", 327, "wait"),
+        Frame("/src/holdfast/_agree/exchange.py", line, "gather"),
+        Frame("/work/train.py", 40, "step"),
+    )
+
+
+def loads(rank: int, **fields: str) -> InspectedProcess:
+    return of(
+        rank,
+        Frame("/work/data.py", 12, "__getitem__"),
+        Frame(f"{TORCH}/utils/data/_utils/fetch.py", 52, "<listcomp>"),
+        Frame(f"{TORCH}/utils/data/dataloader.py", 708, "__next__"),
+        Frame("/work/train.py", 28, "step"),
+        **fields,
+    )
+
+
+def awaits_loader(rank: int, **fields: str) -> InspectedProcess:
+    return of(
+        rank,
+        Frame(f"{LIB}/selectors.py", 415, "select"),
+        Frame(f"{LIB}/multiprocessing/connection.py", 947, "wait"),
+        Frame(f"{TORCH}/utils/data/dataloader.py", 1217, "_try_get_data"),
+        Frame("/work/train.py", 28, "step"),
+        **fields,
+    )
+
+
+def evaluates(rank: int, line: int = 60) -> InspectedProcess:
+    return of(
+        rank,
+        Frame(f"{TORCH}/nn/modules/linear.py", 125, "forward"),
+        Frame("/work/train.py", line, "evaluate"),
+        Frame("/work/train.py", 80, "main"),
+    )
+
+
+def diagnosed(*found: InspectedProcess, **changes: object) -> tuple[str, set[int]]:
+    answers: Mapping[int, InspectedProcess | None] = {each.rank: each for each in found}
+    diagnosis = diagnose(range(len(found)), answers)
+    return diagnosis.text, set(diagnosis.culprits)
+
+
+SEVEN = [reduces(rank) for rank in range(1, 8)]
+WAIT = "waiting in all_reduce (work/train.py:31)"
+
+
+@pytest.mark.parametrize(
+    ("found", "text", "culprits"),
+    [
+        (
+            [of(0, state="T"), *SEVEN],
+            f"rank 0 is stopped (by SIGSTOP or a debugger); 7 others are {WAIT}",
+            {0},
+        ),
+        (
+            [of(0, state="D", kernel="nfs_wait_bit_killable", no_stack="x"), *SEVEN],
+            "rank 0 is waiting in nfs_wait_bit_killable of the kernel and cannot be interrupted "
+            f"(state D): for storage or a driver; 7 others are {WAIT}",
+            {0},
+        ),
+        (
+            [of(0, state="D", call="read of /nfs/0.bin", no_stack="x"), *SEVEN],
+            "rank 0 is waiting in read of /nfs/0.bin and cannot be interrupted (state D): for "
+            f"storage or a driver; 7 others are {WAIT}",
+            {0},
+        ),
+        (
+            [loads(0, call="read of /data/7.bin"), *SEVEN],
+            "rank 0 is in its data loader, in `__getitem__` (work/data.py:12): read of "
+            f"/data/7.bin; 7 others are {WAIT}",
+            {0},
+        ),
+        (
+            [awaits_loader(0, helper="its child process 9 waits in read of /data/7"), *SEVEN],
+            "rank 0 is in its data loader, in `step` (work/train.py:28): its child process 9 "
+            f"waits in read of /data/7; 7 others are {WAIT}",
+            {0},
+        ),
+        (
+            [evaluates(0), *SEVEN],
+            "rank 0 is in code of the script, in `evaluate` (work/train.py:60); 7 others are "
+            f"{WAIT}",
+            {0},
+        ),
+        (
+            [evaluates(0), *map(runs_backward, range(1, 8))],
+            "rank 0 is in code of the script, in `evaluate` (work/train.py:60); 7 others are "
+            "waiting in the backward pass (work/train.py:30)",
+            {0},
+        ),
+        (
+            [*(votes(rank, 80 + rank % 3) for rank in range(7)), loads(7)],
+            "rank 7 is in its data loader, in `__getitem__` (work/data.py:12); 7 others are "
+            "waiting in gather of Holdfast (work/train.py:40)",
+            {7},
+        ),
+        (
+            [evaluates(0, 61), *(evaluates(rank) for rank in range(1, 8))],
+            "rank 0 is in code of the script, in `evaluate` (work/train.py:61); 7 others are in "
+            "code of the script, in `evaluate` (work/train.py:60)",
+            {0},
+        ),
+        (
+            [reduces(0), reduces(1), reduces(2, 32), reduces(3, 32)],
+            f"ranks 0, 1 are {WAIT}; ranks 2, 3 are waiting in all_reduce (work/train.py:32); "
+            "they wait for each other, as when two groups are used in opposite order or a branch "
+            "differs",
+            set(),
+        ),
+        (
+            [reduces(0, 50, "barrier"), *SEVEN],
+            f"rank 0 is waiting in barrier (work/train.py:50); 7 others are {WAIT}",
+            {0},
+        ),
+        (
+            [reduces(0), *SEVEN],
+            f"no culprit stands out: all 8 ranks are {WAIT}",
+            set(),
+        ),
+        ([reduces(0)], f"no culprit stands out: the only rank is {WAIT}", set()),
+        ([of(0, state="T")], "rank 0 is stopped (by SIGSTOP or a debugger)", {0}),
+        (
+            [of(0, no_stack="it did not react"), *SEVEN],
+            f"no culprit stands out: ranks 1, 2, 3, 4, 5, 6, 7 are {WAIT}; rank 0 is without a "
+            "stack (it did not react)",
+            set(),
+        ),
+    ],
+)
+def test_each_shape_of_a_hang_has_its_words(
+    found: list[InspectedProcess], text: str, culprits: set[int]
+) -> None:
+    assert diagnosed(*found) == (text, culprits)
+
+
+def test_a_rank_whose_launcher_does_not_answer_is_named_and_not_blamed() -> None:
+    answers = {rank: reduces(rank) for rank in range(8)}
+    diagnosis = diagnose(range(16), answers)
+    assert diagnosis.culprits == frozenset()
+    assert diagnosis.text == (
+        f"no culprit stands out: ranks 0, 1, 2, 3, 4, 5, 6, 7 are {WAIT}; not answering: the "
+        "launcher of ranks 8, 9, 10, 11, 12, 13, 14, 15"
+    )
+    assert diagnose(range(2), {}).text == "not answering: the launcher of ranks 0, 1"
+
+
+def test_a_rank_that_has_left_while_others_wait_is_named() -> None:
+    diagnosis = diagnose(range(4), {0: None, **{rank: reduces(rank) for rank in range(1, 4)}})
+    assert diagnosis.culprits == {0}
+    assert diagnosis.text.startswith("rank 0 is without a process: the script has ended there")
+
+
+def test_the_words_for_hundreds_of_ranks_that_differ_stay_short() -> None:
+    answers = {rank: evaluates(rank, rank) for rank in range(500)}
+    diagnosis = diagnose(range(1000), answers)
+    assert "and 496 more places" in diagnosis.text
+    assert "and 492 more" in diagnosis.text
+    assert len(diagnosis.text) <= TEXT_CHARACTERS_MAX
+
+
+FRAMES = st.lists(
+    st.one_of(
+        st.sampled_from([*(reduces(0).frames), *loads(0).frames, *votes(0, 1).frames]),
+        st.builds(Frame, st.text(), st.integers(0, 2**32 - 1), st.text()),
+    )
+)
+PROCESSES = st.builds(
+    InspectedProcess,
+    rank=st.integers(0, 3),
+    state=st.sampled_from("RSDTtZX?") | st.text(),
+    kernel=st.text(),
+    call=st.text(),
+    helper=st.text(),
+    frames=FRAMES.map(tuple),
+    no_stack=st.text(),
+)
+
+
+@given(answers=st.dictionaries(st.integers(0, 3), st.none() | PROCESSES))
+def test_whatever_trainers_send_the_words_are_short_and_printable(
+    answers: dict[int, InspectedProcess | None],
+) -> None:
+    received = {rank: each and bounded_process(each) for rank, each in answers.items()}
+    diagnosis = diagnose(range(4), received)
+    assert diagnosis.text.isprintable() and 0 < len(diagnosis.text) <= TEXT_CHARACTERS_MAX
+    assert diagnosis.culprits <= received.keys()

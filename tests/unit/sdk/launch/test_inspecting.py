@@ -1,0 +1,179 @@
+"""What a launcher sees of real processes: blocked, stopped, wrapped, without an offer, hostile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast._launch.inspecting import STACK_BYTES_MAX, inspect_workers
+from holdfast._stacks import STACK_SIGNAL
+from holdfast_core.inspections import bounded_process
+
+OFFERS = """
+import os, sys, pathlib, signal
+from holdfast._environment import read_stack_directory
+from holdfast._stacks import offer_stack
+offer_stack(read_stack_directory())
+"""
+READS = (
+    OFFERS
+    + """
+def load(path):
+    print("up", flush=True)
+    with open(path, "rb", buffering=0) as file:
+        return file.read(1)
+
+load(sys.argv[1])
+"""
+)
+SPINS = (
+    OFFERS
+    + """
+def evaluate():
+    print("up", flush=True)
+    sum(iter(int, 1))  # in C, and never returns
+
+evaluate()
+"""
+)
+SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
+OWN_HANDLER = (
+    f"import signal; signal.signal({int(STACK_SIGNAL)}, lambda *_: print('hit'))\n"
+    + OFFERS
+    + SLEEPS
+)
+CLOSED = OFFERS + "os.closerange(3, 100)\n" + SLEEPS
+FORKS = (
+    READS.replace("load(sys.argv[1])", "")
+    + """
+if os.fork() == 0:
+    load(sys.argv[1])
+os.wait()
+"""
+)
+LIES = f"""
+import os, pathlib, signal, time
+file = pathlib.Path(os.environ["HOLDFAST_STACKS"], str(os.getpid())).open("wb", buffering=0)
+file.write(b"%d\\n" % file.fileno())
+line = b'  File "' + b"a" * 900 + b'\\x1b[2J", line 99 in ' + b"f" * 900 + b"\\n"
+signal.signal({int(STACK_SIGNAL)}, lambda *_: file.write(1000 * line))
+print("up", flush=True)
+time.sleep(60)
+"""
+"""Answers the signal by itself, with far more than a stack."""
+
+
+class Workers:
+    """Processes that the test has started, by their lanes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.running = directory, list[subprocess.Popen[bytes]]()
+        self.fifo = directory / "data.fifo"
+        os.mkfifo(self.fifo)
+        self.writer = os.open(self.fifo, os.O_RDWR)  # so that readers open it, and wait
+
+    def start(self, program: str, *, wrapped: bool = False) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", program, str(self.fifo)]
+        if wrapped:
+            command = ["sh", "-c", '"$@"; :', "sh", *command]
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "HOLDFAST_STACKS": str(self.directory)},
+            start_new_session=True,
+        )
+        self.running.append(process)
+        assert process.stdout is not None and process.stdout.readline()
+        return process
+
+    def pids(self) -> dict[int, int]:
+        return {lane: process.pid for lane, process in enumerate(self.running)}
+
+    def close(self) -> None:
+        for process in self.running:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        os.close(self.writer)
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    made = Workers(tmp_path)
+    yield made
+    made.close()
+
+
+def test_processes_that_do_not_react_to_anything_show_where_they_are(workers: Workers) -> None:
+    workers.start(READS)
+    workers.start(SPINS)
+    workers.start(READS, wrapped=True)
+    os.kill(workers.start(SPINS).pid, signal.SIGSTOP)
+    reads, spins, wrapped, stopped = inspect_workers(workers.pids(), workers.directory).values()
+    assert [frame.function for frame in reads.frames] == ["load", "<module>"]
+    assert reads.state == "S" and reads.call in ("", f"read of {workers.fifo}")
+    assert [frame.function for frame in spins.frames] == ["evaluate", "<module>"]
+    assert (spins.state, spins.call) == ("R", "")
+    assert wrapped.frames == reads.frames
+    assert (stopped.state, stopped.frames) == ("T", ())
+    # They go on as before, and can be asked again.
+    again = inspect_workers(workers.pids(), workers.directory)
+    assert again[0].frames == reads.frames
+    assert all(process.poll() is None for process in workers.running)
+
+
+def test_a_call_on_a_file_is_named_where_the_kernel_shows_it(workers: Workers) -> None:
+    pid = workers.start(READS).pid
+    try:
+        Path(f"/proc/{pid}/syscall").read_text()
+    except OSError as error:
+        pytest.skip(f"the kernel does not show it to this user: {error}")
+    (found,) = inspect_workers(workers.pids(), workers.directory).values()
+    assert found.call == f"read of {workers.fifo}"
+
+
+def test_a_child_of_a_rank_is_named_when_it_is_stopped(workers: Workers) -> None:
+    rank = workers.start(FORKS)
+    child = int(Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text())
+    os.kill(child, signal.SIGSTOP)
+    (found,) = inspect_workers(workers.pids(), workers.directory).values()
+    assert found.helper == f"its child process {child} is stopped"
+    assert [frame.function for frame in found.frames] == ["<module>"]
+
+
+@pytest.mark.parametrize(
+    "program", [SLEEPS, OWN_HANDLER, CLOSED], ids=["no offer", "handler of its own", "closed file"]
+)
+def test_a_process_without_an_offer_gets_no_signal(program: str, workers: Workers) -> None:
+    process = workers.start(program)
+    (found,) = inspect_workers(workers.pids(), workers.directory).values()
+    assert (found.frames, found.no_stack) == ((), "its process has offered none")
+    assert found.state == "S" and process.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.stdout is not None and process.stdout.read() == b""
+
+
+def test_without_a_directory_the_state_is_all_there_is(workers: Workers) -> None:
+    workers.start(READS)
+    (found,) = inspect_workers(workers.pids(), None).values()
+    assert (found.state, found.frames) == ("S", ())
+
+
+def test_what_a_process_claims_is_bounded(workers: Workers) -> None:
+    workers.start(LIES)
+    (found,) = inspect_workers(workers.pids(), workers.directory).values()
+    assert 0 < len(found.frames) <= STACK_BYTES_MAX / 1800
+    shown = bounded_process(found).frames[0]
+    assert (len(shown.file), len(shown.function)) == (160, 80)
+    assert shown.file.endswith("a?[2J")
+
+
+def test_a_worker_that_has_ended_has_no_state(workers: Workers) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert inspect_workers({0: ended.pid}, workers.directory)[0].state == ""

@@ -1,0 +1,200 @@
+"""Inspect the workers of a node from outside, while the job hangs.
+
+The launcher is the parent of the workers, or of the fork server that is their parent, and runs as
+their user. So it may read from /proc what they wait for, and ask for their stacks (`_stacks`)
+without any further right. Nothing here waits for a worker: one that does not react in time has no
+stack, and that is reported as such.
+
+This module must not judge; the control loop compares the ranks of all nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast._stacks import STACK_SIGNAL
+from holdfast_core.inspections import FRAMES_MAX, STOPPED, Frame, InspectedProcess
+
+STACK_S = 1.5
+"""Time that a worker has to write its stack."""
+QUIET_S = 0.05
+"""Time without a further line after which a stack is complete."""
+ASK_AGAIN_S = 0.01
+STACK_BYTES_MAX = 65_536
+"""Bytes that are read of a stack."""
+FAMILY_MAX = 64
+"""Processes below a worker that are looked at."""
+
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_ON_FILES = {
+    "x86_64": {0: "read", 1: "write", 17: "pread", 18: "pwrite", 19: "readv", 74: "fsync"},
+    "aarch64": {63: "read", 64: "write", 67: "pread", 68: "pwrite", 65: "readv", 82: "fsync"},
+}
+"""System calls whose first argument is a descriptor, by machine and number."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A stack that a process was asked for."""
+
+    file: Path
+    offset: int
+    """Bytes of earlier stacks in the file."""
+
+    def answer(self) -> bytes:
+        """What the process has written so far."""
+        with suppress(OSError), self.file.open("rb") as file:
+            file.seek(self.offset)
+            return file.read(STACK_BYTES_MAX)
+        return b""
+
+
+def inspect_workers(
+    workers: Mapping[int, int], directory: Path | None
+) -> dict[int, InspectedProcess]:
+    """Return the process of each worker's rank by its lane, with the lane as its rank.
+
+    Args:
+        workers: process id of each running worker by its lane.
+        directory: directory in which processes offer their stacks; None if there is none.
+    """
+    # Find the process of each rank: a worker may be a wrapper that runs it.
+    children = _children()
+    families = {lane: _family(pid, children) for lane, pid in workers.items()}
+    processes = {
+        lane: next((pid for pid in family if _offers(pid, directory)), family[0])
+        for lane, family in families.items()
+    }
+    # Ask all of them at the same time, except those that are stopped: they would answer later.
+    asked: dict[int, _Question] = {}
+    for lane, pid in processes.items():
+        if directory is not None and _state(pid) not in STOPPED and _offers(pid, directory):
+            with suppress(OSError):
+                question = _Question(directory / str(pid), (directory / str(pid)).stat().st_size)
+                os.kill(pid, STACK_SIGNAL)
+                asked[lane] = question
+    stacks = _await_answers(asked)
+    found: dict[int, InspectedProcess] = {}
+    for lane, pid in processes.items():
+        frames = _frames_in(stacks.get(lane, b""))
+        why = "it did not react" if lane in asked else "its process has offered none"
+        found[lane] = InspectedProcess(
+            rank=lane,
+            state=_state(pid),
+            kernel=_kernel(pid),
+            call=_call(pid),
+            helper=_helper([each for each in families[lane] if each != pid]),
+            frames=frames,
+            no_stack="" if frames else why,
+        )
+    return found
+
+
+def _await_answers(asked: Mapping[int, _Question]) -> dict[int, bytes]:
+    """What each process has written when all stacks are complete, or the time is over."""
+    began_s = changed_s = time.monotonic()
+    answers = dict.fromkeys(asked, b"")
+    while (now_s := time.monotonic()) < began_s + STACK_S:
+        latest = {lane: question.answer() for lane, question in asked.items()}
+        if latest != answers:
+            answers, changed_s = latest, now_s
+        elif all(answers.values()) and now_s >= changed_s + QUIET_S:
+            break
+        time.sleep(ASK_AGAIN_S)
+    return answers
+
+
+def _frames_in(dump: bytes) -> tuple[Frame, ...]:
+    """The frames of the first stack in the output of `faulthandler`."""
+    frames: list[Frame] = []
+    for line in dump.decode(errors="replace").splitlines():
+        if (match := _FRAME.match(line)) is not None:
+            file, number, function = match.groups()
+            frames.append(Frame(file, int(number) if number.isdigit() else 0, function))
+    return tuple(frames[:FRAMES_MAX])
+
+
+def _children() -> dict[int, list[int]]:
+    """Process → its children, ascending."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (fields := _stat(int(folder.name))):
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+    return {parent: sorted(found) for parent, found in children.items()}
+
+
+def _family(root: int, children: Mapping[int, Collection[int]]) -> list[int]:
+    """A process and its descendants, nearer ones first."""
+    family = [root]
+    for pid in family:
+        family += children.get(pid, ())
+        if len(family) >= FAMILY_MAX:
+            break
+    return family[:FAMILY_MAX]
+
+
+def _offers(pid: int, directory: Path | None) -> bool:
+    """Whether a process offers its stack: it catches the signal, and has its own file open."""
+    if directory is None:
+        return False
+    file = directory / str(pid)
+    try:
+        with file.open("rb") as opened:
+            number = int(opened.readline(16))
+        if not Path(f"/proc/{pid}/fd/{number}").samefile(file):
+            return False
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (OSError, ValueError):
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (STACK_SIGNAL - 1) & 1)
+
+
+def _helper(pids: Collection[int]) -> str:
+    """The first process below a rank that is stopped, or waits for a file; empty if none does."""
+    for pid in pids:
+        state, call = _state(pid), _call(pid)
+        if state in STOPPED:
+            return f"its child process {pid} is stopped"
+        if call:
+            return f"its child process {pid} waits in {call}"
+    return ""
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and further fields of /proc/PID/stat; empty if there is no such process."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def _state(pid: int) -> str:
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def _kernel(pid: int) -> str:
+    """Function of the kernel that a process waits in, where the kernel shows it."""
+    with suppress(OSError):
+        found = Path(f"/proc/{pid}/wchan").read_text().strip()
+        return "" if found == "0" else found
+    return ""
+
+
+def _call(pid: int) -> str:
+    """The system call on a file, pipe or socket in which a process waits, such as
+    `read of /data/0.bin`; empty if it waits in none, or the kernel does not show it."""
+    with suppress(OSError, ValueError, IndexError):
+        number, descriptor = Path(f"/proc/{pid}/syscall").read_text().split()[:2]
+        name = _ON_FILES.get(platform.machine(), {}).get(int(number))
+        if name is not None:
+            target = Path(f"/proc/{pid}/fd/{int(descriptor, 16)}").readlink()
+            return f"{name} of {target}" if target.is_absolute() else ""
+    return ""
