@@ -188,6 +188,9 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
     def Worked(self, request: Any, context: Any) -> trainer_pb2.WorkedReply:
         raise NotImplementedError
 
+    def Inspected(self, request: Any, context: Any) -> trainer_pb2.InspectedReply:
+        raise NotImplementedError
+
     def Trained(self, request: Any, context: Any) -> trainer_pb2.TrainedReply:
         self._enter(request, context)
         return trainer_pb2.TrainedReply()

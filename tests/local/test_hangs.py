@@ -1,0 +1,169 @@
+"""Jobs that hang in real processes: who holds them up is named, and only then something restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
+from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_core.job.status import Phase
+
+WAIT_S = 120.0
+
+TRAINS = """
+import os, pathlib, sys, time, torch, holdfast
+import torch.distributed as dist
+
+where, blocks = pathlib.Path(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+pairs = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+
+
+def is_first(what):
+    mark = where / f"{what}.{rank}"
+    if blocks != what or mark.exists():
+        return False
+    mark.touch()
+    return True
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, index):
+        if rank == 1 and index == 4 and is_first("loader"):
+            os.read(os.open(where / "data.fifo", os.O_RDWR), 1)
+        time.sleep(0.05)
+        return torch.ones(4)
+
+
+def reduce_in_order(tensor, groups):
+    for group in groups:
+        dist.all_reduce(tensor, group=group)
+
+
+def reduce_backwards(tensor):
+    reduce_in_order(tensor, pairs[::-1])
+
+
+def train():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with holdfast.init(model=model, optimizer=optimizer) as session:
+        step = session.restore() or 0
+        for batch in torch.utils.data.DataLoader(Data(), num_workers=int(sys.argv[3])):
+            model(batch).sum().backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            if step == 6 and is_first("order") and rank == 1:
+                reduce_backwards(torch.zeros(1))
+            elif rank < 2:
+                reduce_in_order(torch.zeros(1), pairs)
+            optimizer.step()
+            step += 1
+            session.save(step)
+
+
+train()
+"""
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        os.mkfifo(Path(path) / "data.fifo")
+        yield Path(path)
+
+
+def job_of(directory: Path, blocks: str, helpers: int = 0) -> MoETrainingJob:
+    """A job of two members with two ranks each."""
+    script = directory / "train.py"
+    script.write_text(TRAINS)
+    command = [sys.executable, str(script), str(directory), blocks, str(helpers)]
+    return parse_job(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "MoETrainingJob",
+            "metadata": {"name": "hangs"},
+            "spec": {
+                "nodes": 2,
+                "nprocPerNode": 2,
+                "parallelism": {"dp": 4},
+                "snapshot": {"memoryPerNode": "64Mi"},
+                "failurePolicy": {"detection": {"heartbeatSeconds": 0.5, "hangSeconds": 2}},
+                "trainer": {
+                    "template": {"spec": {"containers": [{"name": "trainer", "command": command}]}}
+                },
+            },
+        }
+    )
+
+
+def inspections(status: Status) -> list[str]:
+    return [event.message for event in status.local.events if event.reason == "HangInspected"]
+
+
+def recovered(status: Status, times: int) -> bool:
+    """Whether the job trains after that many hangs."""
+    return status.recoveries == times and status.phase is Phase.RUNNING and bool(status.step)
+
+
+def causes(status: Status) -> list[str]:
+    return [each.cause for each in status.last_recoveries or ()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_that_waits_for_data_and_one_that_is_stopped_are_named(directory: Path) -> None:
+    async def hang_twice() -> Status:
+        settings = LocalSettings(directory=directory / "run")
+        async with LocalCluster(job_of(directory, "loader"), settings) as cluster:
+            await cluster.wait_for(lambda status: recovered(status, 1), timeout_s=WAIT_S)
+            ranks = [rank for member in cluster.status.local.members for rank in member.ranks]
+            os.kill(next(rank.pid for rank in ranks if rank.rank == 2), signal.SIGSTOP)
+            await cluster.wait_for(lambda status: recovered(status, 2), timeout_s=WAIT_S)
+            return cluster.status
+
+    status = asyncio.run(hang_twice())
+    loads, stopped = inspections(status)
+    assert "rank 1 is in its data loader, in `__getitem__` " in loads
+    assert "3 others are waiting in all_reduce " in loads and "train.py:" in loads
+    assert "not answering" not in loads + stopped
+    assert "rank 2 is stopped (by SIGSTOP or a debugger); 3 others are waiting in " in stopped
+    first, second = causes(status)
+    assert loads.partition(": ")[2] in first and stopped.partition(": ")[2] in second
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("blocks", "helpers", "expected"),
+    [
+        ("order", 0, ["rank 0 is waiting in all_reduce ", "they wait for each other"]),
+        ("loader", 1, ["rank 1 is in its data loader, in `train` "]),
+    ],
+    ids=["two groups in opposite order", "a process of the data loader"],
+)
+def test_other_hangs_are_explained(
+    blocks: str, helpers: int, expected: list[str], directory: Path
+) -> None:
+    async def hang() -> Status:
+        settings = LocalSettings(directory=directory / "run")
+        async with LocalCluster(job_of(directory, blocks, helpers), settings) as cluster:
+            await cluster.wait_for(lambda status: recovered(status, 1), timeout_s=WAIT_S)
+            return cluster.status
+
+    (text,) = inspections(asyncio.run(hang()))
+    for part in expected:
+        assert part in text
