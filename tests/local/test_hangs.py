@@ -150,7 +150,7 @@ def test_a_rank_that_waits_for_data_and_one_that_is_stopped_are_named(directory:
 @pytest.mark.parametrize(
     ("blocks", "helpers", "expected"),
     [
-        ("order", 0, ["rank 0 is waiting in all_reduce ", "they wait for each other"]),
+        ("order", 0, ["called from `reduce_backwards` ", "they wait for each other"]),
         ("loader", 1, ["rank 1 is in its data loader, in `train` "]),
     ],
     ids=["two groups in opposite order", "a process of the data loader"],

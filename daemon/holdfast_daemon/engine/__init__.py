@@ -14,12 +14,13 @@ code outside this folder depends on the layout of the memory.
 from holdfast_daemon.engine.answers import EpochProgress, OpenedSession, RestoreState, WorldState
 from holdfast_daemon.engine.job import EngineSettings, JobEngine
 from holdfast_daemon.engine.overview import HeldOverview, JobOverview
-from holdfast_daemon.engine.state import SavePace
+from holdfast_daemon.engine.state import Inspection, SavePace
 
 __all__ = [
     "EngineSettings",
     "EpochProgress",
     "HeldOverview",
+    "Inspection",
     "JobEngine",
     "JobOverview",
     "OpenedSession",

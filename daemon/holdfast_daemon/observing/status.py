@@ -9,8 +9,8 @@ from __future__ import annotations
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.inspections import FRAMES_SENT_MAX
 from holdfast_core.snapshots.generations import Generation
+from holdfast_daemon.engine import Inspection
 from holdfast_daemon.engine.overview import JobOverview, PersistOverview, RankOverview
-from holdfast_daemon.engine.state import Inspection
 from holdfast_daemon.job.host import JobHost
 from holdfast_protos import codec, control_pb2
 from holdfast_protos.expert_plans import plan_to_proto

@@ -97,7 +97,7 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
     culprits = _outliers(told)
     parts: list[str] = []
     if culprits:
-        parts += _named(culprits)
+        parts += _named(culprits, told)
         parts += _the_others(told, culprits)
     elif len(told) == 1:
         ((place, found),) = told.items()
@@ -106,7 +106,7 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
             others = ranks_in_words(found)
         parts.append(f"no culprit stands out: {others} {_verb(found)} {place.text}")
     elif told:
-        parts += _named(told)
+        parts += _named(told, told)
         if all(place.kind is _Kind.WAITING for place in told):
             parts.append(
                 "they wait for each other, as when two groups are used in opposite order or a "
@@ -147,12 +147,30 @@ def _outliers(groups: Mapping[_Place, Sequence[int]]) -> dict[_Place, Sequence[i
     return {}
 
 
-def _named(groups: Mapping[_Place, Sequence[int]]) -> list[str]:
-    """What the ranks at each of the first places do, and how many more places there are."""
-    places = list(groups.items())
-    texts = [f"{ranks_in_words(found)} {_verb(found)} {place.text}" for place, found in places]
+def _named(
+    groups: Mapping[_Place, Sequence[int]], told: Mapping[_Place, Sequence[int]]
+) -> list[str]:
+    """What the ranks at each of the first places do, and how many more places there are.
+
+    Args:
+        told: all places, from which these are distinguished.
+    """
+    texts = [
+        f"{ranks_in_words(found)} {_verb(found)} {place.text}{_called_from(place, told)}"
+        for place, found in groups.items()
+    ]
     more = len(texts) - PLACES_NAMED_MAX
     return texts if more <= 0 else [*texts[:PLACES_NAMED_MAX], f"and {more} more places"]
+
+
+def _called_from(place: _Place, places: Iterable[_Place]) -> str:
+    """The call that distinguishes a place from others of the same words; empty if there are
+    none."""
+    alike = [other for other in places if other != place and other.what == place.what]
+    for index, frame in enumerate(place.callers):
+        if any(frame not in other.callers[index : index + 1] for other in alike):
+            return f", called from `{frame.function}` ({_shortened(frame)})"
+    return ""
 
 
 def _the_others(

@@ -37,6 +37,11 @@ def reduces(rank: int, line: int = 31, name: str = "all_reduce") -> InspectedPro
     )
 
 
+def helps(rank: int, function: str) -> InspectedProcess:
+    """A collective in a function that two others call."""
+    return of(rank, *reduces(rank).frames[:3], Frame("/work/train.py", 50, function))
+
+
 def runs_backward(rank: int) -> InspectedProcess:
     return of(
         rank,
@@ -159,6 +164,20 @@ WAIT = "waiting in all_reduce (work/train.py:31)"
             f"ranks 0, 1 are {WAIT}; ranks 2, 3 are waiting in all_reduce (work/train.py:32); "
             "they wait for each other, as when two groups are used in opposite order or a branch "
             "differs",
+            set(),
+        ),
+        (
+            [helps(0, "evaluate"), *(helps(rank, "step") for rank in range(1, 8))],
+            "rank 0 is waiting in all_reduce (work/train.py:31), called from `evaluate` "
+            f"(work/train.py:50); 7 others are {WAIT}",
+            {0},
+        ),
+        (
+            [helps(0, "forwards"), helps(1, "backwards")],
+            "rank 0 is waiting in all_reduce (work/train.py:31), called from `forwards` "
+            "(work/train.py:50); rank 1 is waiting in all_reduce (work/train.py:31), called from "
+            "`backwards` (work/train.py:50); they wait for each other, as when two groups are "
+            "used in opposite order or a branch differs",
             set(),
         ),
         (
