@@ -11,9 +11,10 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 
+from holdfast_core.inspections import NAME_CHARACTERS_MAX
 from holdfast_core.snapshots.membership import Member, Membership
-from holdfast_operator.control.server import ControlServer
-from holdfast_protos import codec, control_pb2, control_pb2_grpc
+from holdfast_operator.control.server import ASKING_S, ControlServer
+from holdfast_protos import codec, control_pb2, control_pb2_grpc, values_pb2
 
 WAIT_S = 30.0
 
@@ -311,5 +312,74 @@ def test_a_daemon_of_another_protocol_version_is_refused_with_both_versions() ->
             assert daemon.error.code() is grpc.StatusCode.FAILED_PRECONDITION
             assert "protocol version 99" in (daemon.error.details() or "")
             assert loop.server.views("x") == {}
+
+    asyncio.run(scenario())
+
+
+def inspected(number: int, *, answered: bool = False) -> control_pb2.JobState:
+    found = state(1)
+    processes = [values_pb2.InspectedProcess(rank=0, state="T", kernel="\x1b" + "k" * 500)]
+    found.inspection.CopyFrom(
+        control_pb2.InspectionState(
+            number=number, age_s=1.0, answered=answered, processes=processes if answered else ()
+        )
+    )
+    return found
+
+
+def test_an_inspection_is_asked_for_until_the_daemon_reports_it_or_seems_too_old() -> None:
+    def is_lost(loop: Loop, node: str) -> bool:
+        job = loop.server.views("default.job")[node].job
+        return job is not None and job.ranks[0].lost
+
+    def requests(daemon: Daemon) -> list[tuple[int, int]]:
+        found = [m.inspect for m in daemon.received if m.HasField("inspect")]
+        return [(each.epoch, each.number) for each in found]
+
+    async def scenario() -> None:
+        async with listening() as loop:
+            new, old, behind = [loop.daemon(name) for name in ("n0", "n1", "n2")]
+            new.beat(state(1))
+            old.beat(state(1))
+            behind.beat(state(0))
+            await loop.until(lambda: len(loop.server.views("x")) == 3)
+            loop.server.inspect("default.job", 1, 4)
+            for daemon in (new, old):
+                await daemon.receives(lambda message: message.inspect.number == 4)
+            # One that reports it is not asked again, the other is for a while.
+            new.beat(inspected(4))
+            new.beat(inspected(4, answered=True))
+            old.beat(state(1, idle_s=1.0))
+            await old.receives(lambda _: len(requests(old)) == 2)
+            loop.passed_s = ASKING_S
+            old.beat(state(1, lost=True))
+            await loop.until(lambda: is_lost(loop, "n1"))
+            loop.server.set_heartbeat_s(7.0)
+            for daemon in (new, old, behind):
+                await daemon.receives(lambda message: message.welcome.heartbeat_s == 7.0)
+            assert requests(new) == [(1, 4)]
+            assert requests(old) == [(1, 4), (1, 4)]
+            assert requests(behind) == []
+
+    asyncio.run(scenario())
+
+
+def test_the_answer_to_an_inspection_wakes_the_loop_and_is_bounded() -> None:
+    async def scenario() -> None:
+        async with listening() as loop:
+            daemon = loop.daemon("n0")
+            daemon.beat(inspected(4))
+            await loop.until(lambda: "n0" in loop.server.views("default.job"))
+            view = loop.server.views("default.job")["n0"].job
+            assert view is not None and view.inspection is not None
+            assert (view.inspection.number, view.inspection.processes) == (4, None)
+            calls = loop.calls
+            daemon.beat(inspected(4, answered=True))
+            await loop.until(lambda: loop.calls > calls)
+            view = loop.server.views("default.job")["n0"].job
+            assert view is not None and view.inspection is not None
+            assert view.inspection.processes is not None
+            (process,) = view.inspection.processes
+            assert (process.state, process.kernel) == ("T", "?" + "k" * (NAME_CHARACTERS_MAX - 1))
 
     asyncio.run(scenario())

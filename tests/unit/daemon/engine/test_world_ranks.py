@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from member_engines import engine_of, membership_of
 
+from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.errors import InvalidJobError, StaleEpochError, UnreachableError
+from holdfast_core.inspections import InspectedProcess
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import Layout, encode_layout
 from holdfast_core.snapshots.manifests import Inventory
@@ -17,7 +19,7 @@ from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_core.snapshots.stored import PersistOrder, RankFile
 from holdfast_core.states import EndReason
 from holdfast_daemon.engine import EngineSettings, JobEngine, loading, persist_leader
-from holdfast_daemon.engine.effects import ArenaReady, CommitSet, OpenStored, Seal
+from holdfast_daemon.engine.effects import ArenaReady, CommitSet, Note, OpenStored, Seal
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.overview import evidence
 
@@ -92,6 +94,37 @@ def test_the_exit_of_a_worker_is_recorded_for_its_rank(engine: JobEngine) -> Non
     engine.worker_exited(4, 5, 3, "why")
     exits = {rank.rank: rank.exit_code for rank in engine.overview().ranks}
     assert exits == {6: 0, 7: 3}
+
+
+def test_an_inspection_is_recorded_for_the_rank_once_and_forgotten_with_the_epoch(
+    engine: JobEngine,
+) -> None:
+    stopped, waits = InspectedProcess(rank=5, state="T"), InspectedProcess(rank=4, state="S")
+    assert engine.awaited_inspection == 0
+    engine.inspect(3, 1, 1.0)  # of the world that has ended
+    assert engine.awaited_inspection == 0
+    engine.inspect(4, 2, 2.0)
+    assert engine.inspected(4, 1, [stopped], 3.0) == []  # nobody waits for that one
+    assert engine.awaited_inspection == 2
+    before = engine.evidence()
+    effects = engine.inspected(4, 2, [stopped, waits], 4.0)
+    assert engine.evidence() != before
+    notes = [each for each in effects if isinstance(each, Note)]
+    assert [(n.rank, n.detail) for n in notes if n.event is JobEvent.INSPECTED] == [
+        (6, "state S"),
+        (7, "state T"),
+    ]
+    engine.inspect(4, 2, 5.0)  # the control loop repeats itself
+    assert engine.awaited_inspection == 0
+    made = engine.overview().inspection
+    assert made is not None and made.processes is not None and made.asked_at == 2.0
+    assert [(each.rank, each.state) for each in made.processes] == [(6, "S"), (7, "T")]
+    engine.inspect(4, 3, 6.0)
+    assert engine.awaited_inspection == 3
+    with pytest.raises(StaleEpochError, match="an earlier world calls itself rank 0"):
+        engine.inspected(4, 3, [InspectedProcess(rank=0)], 7.0)
+    engine.memory.begin_epoch(replace(SHRUNK, epoch=5))
+    assert engine.overview().inspection is None
 
 
 def test_work_is_recorded_for_the_rank_and_forgotten_with_the_epoch(engine: JobEngine) -> None:
