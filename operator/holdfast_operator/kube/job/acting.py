@@ -94,7 +94,7 @@ class ActionExecutor:
         self._note_losses(before, decision, observed)
         failed: list[Event] = []
         later: list[_Work] = [partial(self._clear_stuck, pods, observed)]
-        starts: list[StartAgent] = []
+        starts = [action for action in decision.actions if isinstance(action, StartAgent)]
         stops: set[tuple[int, str]] = set()
         fenced = {action.node for action in decision.actions if isinstance(action, FenceNode)}
         for action in decision.actions:
@@ -108,8 +108,6 @@ class ActionExecutor:
                     await self._try(stop, failed)
                 case StopAgent(member=member, node=node) if node not in fenced:
                     stops.add((member, node))
-                case StartAgent():
-                    starts.append(action)
                 case DropJob(up_to_epoch=epoch) if remembered:
                     self._world.server.drop(job.key, up_to_epoch=epoch)
                 case PersistNow():

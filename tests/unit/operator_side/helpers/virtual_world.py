@@ -5,7 +5,7 @@ It does what an adapter and healthy daemons would do, and nothing else: tests de
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from types import MappingProxyType
@@ -109,9 +109,15 @@ class World:
 
     Attributes:
         idler_s: rank → for how much longer than the others it has been idle.
+        processes: rank → its process as its launcher sees it, or None without one; others wait in
+            one collective.
+        mute, old: nodes whose launchers do not answer inspections, and whose daemons know none.
     """
 
     idler_s: Mapping[int, float] = MappingProxyType({})
+    processes: Mapping[int, InspectedProcess | None] = MappingProxyType({})
+    mute: Collection[str] = ()
+    old: Collection[str] = ()
 
     def __init__(self, job: MoETrainingJob, nodes: int | None = None) -> None:
         self.job, self.now = job, 1000.0
@@ -146,11 +152,6 @@ class World:
         self.standbys: dict[str, StandbyView] = {}
         """Node → the standby agent on it."""
         self.standbys_wanted = 0
-        self.processes: dict[int, InspectedProcess | None] = {}
-        """Rank → its process as its launcher sees it, or None without one; others wait in one
-        collective."""
-        self.mute, self.old = set[str](), set[str]()
-        """Nodes whose launchers do not answer inspections, and whose daemons know none."""
         self.state = ControlState()
         self.decision = Decision(state=self.state)
         self.step, self.idle_s = 0, 0.0

@@ -45,7 +45,7 @@ def test_launchers_and_daemons_that_do_not_answer_hold_the_recovery_up_for_a_whi
     kind: str,
 ) -> None:
     world = hanging()
-    getattr(world, kind).add("n0")
+    setattr(world, kind, {"n0"})
     began = world.now
     while world.membership.epoch == 1:
         world.look()
@@ -58,7 +58,7 @@ def test_launchers_and_daemons_that_do_not_answer_hold_the_recovery_up_for_a_whi
 
 def test_where_nobody_answers_the_job_restarts_as_before() -> None:
     world = hanging()
-    world.old.update(world.daemons)
+    world.old = world.daemons.keys()
     world.settle(ANSWER_S + 1.0)
     assert world.membership.epoch == 2
     assert "not answering: the launcher of ranks 0, 1, 2, 3" in world.messages("Recovering")[0]
@@ -66,7 +66,7 @@ def test_where_nobody_answers_the_job_restarts_as_before() -> None:
 
 def test_a_hang_that_passes_meanwhile_restarts_nothing() -> None:
     world = hanging()
-    world.mute.add("n0")
+    world.mute = {"n0"}
     world.settle(3.0)
     world.idle_s = 0.0
     world.settle(40.0)
@@ -74,7 +74,7 @@ def test_a_hang_that_passes_meanwhile_restarts_nothing() -> None:
     (text,) = world.messages("HangPassed")
     assert STOPPED.replace("3 others", "2 others") in text
     # The next hang of the same epoch gets an inspection of its own.
-    world.mute.clear()
+    world.mute = ()
     world.idle_s = 31.0
     world.settle()
     assert (world.membership.epoch, inspections(world)) == (2, [1, 2])
@@ -82,7 +82,7 @@ def test_a_hang_that_passes_meanwhile_restarts_nothing() -> None:
 
 def test_a_new_control_loop_goes_on_with_the_inspection() -> None:
     world = hanging()
-    world.mute.add("n0")
+    world.mute = {"n0"}
     world.settle(4.0)
     asked = world.now - 4.0
     world.restart()
@@ -97,7 +97,7 @@ def test_a_new_control_loop_goes_on_with_the_inspection() -> None:
 
 def test_an_inspection_of_an_earlier_hang_is_not_taken_over() -> None:
     world = hanging()
-    world.mute.add("n0")
+    world.mute = {"n0"}
     world.settle(3.0)
     world.idle_s = 0.0
     world.settle(2.0)
@@ -110,7 +110,7 @@ def test_an_inspection_of_an_earlier_hang_is_not_taken_over() -> None:
 
 def test_a_rank_that_is_lost_meanwhile_is_recovered_at_once() -> None:
     world = hanging()
-    world.mute.add("n0")
+    world.mute = {"n0"}
     world.settle(2.0)
     world.lose_rank(3)
     world.look()
@@ -128,8 +128,7 @@ def test_a_job_that_fails_by_its_rule_says_who_held_it_up() -> None:
 def test_a_start_that_hangs_is_inspected_too() -> None:
     world = World(make_job(detection={"startSeconds": 100}))
     world.sessionless = {0, 1, 2, 3}
-    world.processes = {rank: waiting(rank) for rank in range(3)}
-    world.processes[3] = waiting(3, line=7)
+    world.processes = {3: waiting(3, line=7)}
     world.settle(110.0)
     text = world.messages("HangInspected")[0]
     assert "rank 3 is waiting in all_reduce (work/train.py:7); 3 others are waiting" in text
