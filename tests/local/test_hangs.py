@@ -1,4 +1,4 @@
-"""Jobs that hang in real processes: who holds them up is named, and only then something restarts."""
+"""Jobs that hang in real processes: the culprit is named, and only then something restarts."""
 
 from __future__ import annotations
 
