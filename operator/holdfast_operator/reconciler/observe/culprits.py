@@ -34,7 +34,8 @@ _TORCH_LOADER = re.compile(r"/torch/utils/data/")
 _BACKWARD = re.compile(r"/torch/autograd/(__init__|graph|function)\.py$")
 _TORCH = re.compile(r"/torch/|/torch$")
 _OUR_WAITS = re.compile(r"/holdfast/_(agree|elastic|restoring|daemon|moe|session)/")
-_OURS = re.compile(r"/holdfast/")
+_OURS = re.compile(r"/holdfast/(_|integrations/|(elastic|dcp|moe|launch|testing)\.py$)")
+"""Modules of the SDK; the folder of a script may have the same name."""
 _PACKAGES = re.compile(r"/(site|dist)-packages/")
 _STANDARD = re.compile(r"/lib(64)?/python[\d.]+t?/|^<frozen ")
 
@@ -134,12 +135,18 @@ def _grouped(answers: Mapping[int, InspectedProcess | None]) -> dict[_Place, lis
 
 def _outliers(groups: Mapping[_Place, Sequence[int]]) -> dict[_Place, Sequence[int]]:
     """The places that explain the hang: processes that cannot get on, or else those that are not
-    where the others wait, or else those that are not where most are."""
-    for kinds in ((_Kind.STOPPED, _Kind.UNINTERRUPTIBLE), (_Kind.ENDED,)):
-        if stuck := {place: found for place, found in groups.items() if place.kind in kinds}:
-            return stuck
-    away = {place: found for place, found in groups.items() if place.kind is not _Kind.WAITING}
-    if away and len(away) < len(groups):
+    where the others wait, or else those that are not where most are. Where nobody waits for ranks
+    that have ended, the job waits for the other ranks."""
+
+    def of(*kinds: _Kind) -> dict[_Place, Sequence[int]]:
+        return {place: found for place, found in groups.items() if place.kind in kinds}
+
+    if stuck := of(_Kind.STOPPED, _Kind.UNINTERRUPTIBLE):
+        return stuck
+    ended, away, waiting = of(_Kind.ENDED), of(_Kind.LOADER, _Kind.CODE), of(_Kind.WAITING)
+    if ended and (waiting or away):
+        return ended if waiting else away
+    if away and waiting:
         return away
     largest = max(map(len, groups.values()), default=0)
     if len(groups) > 1 and 2 * largest > sum(map(len, groups.values())):

@@ -181,6 +181,12 @@ WAIT = "waiting in all_reduce (work/train.py:31)"
             set(),
         ),
         (
+            [of(0, Frame("/me/holdfast/work.py", 5, "prepare")), *SEVEN],
+            f"rank 0 is in code of the script, in `prepare` (holdfast/work.py:5); 7 others are "
+            f"{WAIT}",
+            {0},
+        ),
+        (
             [reduces(0, 50, "barrier"), *SEVEN],
             f"rank 0 is waiting in barrier (work/train.py:50); 7 others are {WAIT}",
             {0},
@@ -221,6 +227,12 @@ def test_a_rank_that_has_left_while_others_wait_is_named() -> None:
     diagnosis = diagnose(range(4), {0: None, **{rank: reduces(rank) for rank in range(1, 4)}})
     assert diagnosis.culprits == {0}
     assert diagnosis.text.startswith("rank 0 is without a process: the script has ended there")
+
+
+def test_ranks_that_have_ended_are_not_blamed_where_nobody_waits_for_them() -> None:
+    diagnosis = diagnose(range(4), {**dict.fromkeys(range(3)), 3: evaluates(3)})
+    assert diagnosis.culprits == {3}
+    assert diagnosis.text.startswith("rank 3 is in code of the script, in `evaluate` ")
 
 
 def test_the_words_for_hundreds_of_ranks_that_differ_stay_short() -> None:
