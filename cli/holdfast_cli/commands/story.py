@@ -23,7 +23,12 @@ Object = dict[str, Any]
 WIDTH = 100
 WARNINGS_TOLD = 12
 """Newest warnings that are told beside the recoveries."""
-_TOLD_ELSEWHERE = {EventReason.RECOVERING, EventReason.LAST_LINES, EventReason.FAILED}
+_TOLD_ELSEWHERE = {
+    EventReason.RECOVERING,
+    EventReason.HANG_INSPECTED,
+    EventReason.LAST_LINES,
+    EventReason.FAILED,
+}
 """Reasons of events whose contents the status has, too."""
 _STATES = {
     Phase.RUNNING: "is training",

@@ -78,7 +78,8 @@ def note_passed_hang(
     diagnosis = diagnosis_of(observation.cluster, membership, state)
     assert diagnosis is not None
     text = f"ranks make progress again, and nothing is restarted; before: {diagnosis.text}"
-    return RuleResult(replace(state, inspection=None)).post(EventReason.HANG_PASSED, text)
+    result = RuleResult(replace(state, inspection=None))
+    return result.post(EventReason.HANG_PASSED, text, warning=True)
 
 
 def _begun(observation: Observation, membership: Membership) -> AskedInspection:

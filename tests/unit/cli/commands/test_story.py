@@ -59,9 +59,11 @@ def test_recoveries_are_told_in_order_with_what_they_cost() -> None:
 
 def test_warnings_stand_between_the_recoveries_and_are_not_told_twice() -> None:
     events = [event("SlowStart"), event("Recovering"), event("LastLines"), event("Failed")]
+    events += [event("HangInspected"), event("HangPassed")]
     quiet = TimedEvent(time=1500.0, reason="Joined", message="all well")
     told = story_of("llm", RUNNING, [*events, quiet])
     assert told.index("rank 3") < told.index("SlowStart: it waits") < told.index("node n2")
+    assert "HangPassed: it waits" in told and "HangInspected:" not in told
     assert "Recovering:" not in told and "Failed:" not in told and "all well" not in told
 
 
