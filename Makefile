@@ -68,7 +68,7 @@ mkdir -p build
 	key=$$({ echo "$$deps"; cat build/$(1)-requirements.txt; } | sha256sum | cut -c1-16)
 	overlay="$(HOLDFAST_CACHE)/$(1)-$$key"
 	if [ ! -d "$$overlay" ]; then
-	  exec 9>"$(HOLDFAST_CACHE)/lock"; flock 9
+	  exec 9>"$$overlay.lock"; flock 9
 	  if [ ! -d "$$overlay" ]; then
 	    rm -rf "$$overlay.new"
 	    $(call chain,$$deps,$$overlay.new)
@@ -100,7 +100,7 @@ for python in "$(PYTHON312)" python3.12 "$$HOME"/.pyenv/versions/3.12.*/bin/pyth
 	key=$$({ "$$python" -VV; uname -m; cat build/machine-requirements.txt; } | sha256sum | cut -c1-16)
 	machine="$(HOLDFAST_CACHE)/machine-$$key"
 	if [ ! -d "$$machine" ]; then
-	  exec 9>"$(HOLDFAST_CACHE)/lock"; flock 9
+	  exec 9>"$$machine.lock"; flock 9
 	  if [ ! -d "$$machine" ]; then
 	    echo "Installing torch for Python 3.12 into $$machine, once (several GB) ..."
 	    rm -rf "$$machine.new"
@@ -178,6 +178,18 @@ docs: $(STAMP) ## Build the documents as a site into build/site; a link or page 
 	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 "$$overlay/bin/python" -m mkdocs build \
 	  --strict --config-file docs/site/mkdocs.yml
 	echo "build/site/index.html; with search: python3 -m http.server --bind 127.0.0.1 --directory build/site"
+
+# The network, the compiler and what else CI does meanwhile are busy at the same time.
+.PHONY: prepare
+prepare: $(STAMP) redis prometheus ## Install and compile what the targets that CI calls need, beside other work
+	@$(CLUSTER) build &
+	compiling=$$!
+	$(call bundle)
+	$(call overlay,torchtitan,fsspec)
+	$(call overlay,deepspeed)
+	$(call overlay,megatron)
+	$(machine)
+	wait $$compiling
 
 .PHONY: mutants
 mutants: $(STAMP) ## Plant bugs and see the simulation find them (long); ARGS="block change"

@@ -2,8 +2,10 @@
 once, into the cache.
 
 Each folder below `go/` is a Go module that names the commands it wants as tools; its `go.sum` is
-what makes the result the same everywhere. The compiled commands are static, so that they need no
-C compiler and run in any node.
+what makes the result the same everywhere. What can be of one module is: commands share the
+compilation of packages, into which most of the time goes, only if they use the same versions. (This
+containerd needs an older interface of the kubelet.) The compiled commands are static, so that they
+need no C compiler and run in any node.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Module:
     """One folder below `go/`."""
 
     name: str
-    what: str = "tool"
+    what: tuple[str, ...] = ("tool",)
     """Packages to compile; `tool` is all that the module names as its tools."""
     tags: str = ""
     path: str = ""
@@ -49,11 +51,9 @@ class Module:
 
 
 MODULES = (
-    Module(name="pause", what="."),
+    Module(name="pause", what=(".",)),
     Module(name="containerd", tags="no_btrfs no_devmapper no_zfs"),
-    Module(name="coredns"),
-    Module(name="helm"),
-    Module(name="kubernetes"),
+    Module(name="kubernetes", what=("tool", "./coredns")),
 )
 CONTROLLERS = {
     each.name: each
@@ -133,10 +133,8 @@ def _arguments(module: Module) -> list[str]:
 
 def _key(module: Module) -> str:
     digest = hashlib.sha256(repr([module.what, _arguments(module)]).encode())
-    for name in ("go.mod", "go.sum", "main.go"):
-        file = module.source / name
-        if file.exists():
-            digest.update(file.read_bytes())
+    for file in sorted(each for each in module.source.rglob("*") if each.is_file()):
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -164,7 +162,7 @@ def _build(module: Module) -> Path:
 
 def _compile(module: Module, target: Path) -> None:
     print(f"{module.name}: compiling, once; Kubernetes takes some minutes ...", flush=True)
-    command = ["go", "build", "-v", *_arguments(module), "-o", f"{target}/", module.what]
+    command = ["go", "build", "-v", *_arguments(module), "-o", f"{target}/", *module.what]
     with subprocess.Popen(
         command,
         cwd=module.source,
