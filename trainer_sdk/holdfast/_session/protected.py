@@ -438,6 +438,18 @@ class ProtectedSession(WorldSession):
             reseated=reseated,
         )
 
+    def backward(
+        self,
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        *,
+        retain_graph: bool | None = None,
+    ) -> None:
+        if self._replay is None:
+            super().backward(loss, gradient, retain_graph=retain_graph)
+        else:
+            self._replay.backward(loss, gradient, retain_graph)
+
     def count_tokens(
         self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None
     ) -> None:
