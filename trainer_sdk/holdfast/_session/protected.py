@@ -393,7 +393,7 @@ class ProtectedSession(WorldSession):
     @torch.inference_mode(False)  # what is made in that mode cannot be written outside of it
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
         with torch.no_grad():
-            if self._stale or self._live.has_changed():
+            if self._stale or self._live.has_moved():
                 self._stale = True  # until all of this has succeeded
                 self._live.begun.forms.check()
                 found = self._live.discover()
@@ -408,8 +408,12 @@ class ProtectedSession(WorldSession):
                 self._stale = False
             if self._live.unrestorable:
                 raise InvalidJobError(self._live.unrestorable)
-            for staging, live in self._eager:
-                staging.copy_(live)
+            try:
+                for staging, live in self._eager:
+                    staging.copy_(live)
+            except RuntimeError:  # another shape, at the same address
+                self._stale = True
+                raise
         self._gradients.settle()
         extras = encode_extras(collect(self._live, self._stateful, handle.step))
         # The saver's thread takes them over; kept here until a task has carried them there.
