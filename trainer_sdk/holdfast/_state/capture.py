@@ -178,15 +178,13 @@ class LiveState:
         masters: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
         begun: ProgramStart | None = None,
     ) -> None:
-        self.model = model
-        self.optimizers = tuple(optimizers)
+        self.model, self.optimizers = model, tuple(optimizers)
         check_optimizers(self.optimizers)
         self._saved_keys: dict[int, Sequence[Collection[str]]] = {}
         self.holders = self._holders()
         """Each optimizer with its inner optimizers."""
         self._ep_index = topology.coordinates(rank).ep
-        self._units = units
-        self._private = private
+        self._units, self._private = units, private
         self._parameter_groups: list[Mapping[str, torch.Tensor | None]] = []
         self._module_groups: list[Mapping[str, nn.Module | None]] = []
         self._wrapped: frozenset[str] = frozenset()
