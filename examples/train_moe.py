@@ -26,6 +26,7 @@ import json
 import os
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -286,11 +287,12 @@ def train_step(
     bytes_BT: Tensor,
     replicas: Group,
     ep: int,
+    backward: Callable[[Tensor], None] = torch.autograd.backward,
 ) -> float:
     """Train on one batch of each rank; return the mean loss."""
     loss, balance = model(bytes_BT)
     optimizer.zero_grad()
-    (loss + BALANCE_WEIGHT * balance).backward()
+    backward(loss + BALANCE_WEIGHT * balance)
     mean_loss = average_gradients(world, model, loss, replicas, ep)
     optimizer.step()
     return mean_loss
@@ -398,7 +400,9 @@ def main(argv: list[str] | None = None) -> None:
             for layer, moe in enumerate(moes):
                 moe.factors = session.capacity_factors(layer, args.experts)
                 moe.room = session.capacity_room
-            mean_loss = train_step(world, model, optimizer, bytes_BT.to(device), replicas, ep)
+            mean_loss = train_step(
+                world, model, optimizer, bytes_BT.to(device), replicas, ep, session.backward
+            )
             sampler.advance(len(bytes_BT))
             for layer, moe in enumerate(moes):
                 session.count_tokens(layer, moe.routed_E, CHOICES * len(bytes_BT) * args.seq)

@@ -49,6 +49,28 @@ class TokenLoss:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedTokens:
+    """Tokens, times their experts, that all ranks had routed when they last added them up, and one
+    rank's part of them.
+
+    A rank's part says little about the whole: it may have taken over the counts of several ranks
+    of another world, or of none.
+    """
+
+    of_all: int = 0
+    own: int = 0
+
+    def estimate(self, own: int, ranks: int) -> int:
+        """Tokens of all ranks by now, if `ranks` ranks have each routed as many since then as this
+        one, which has `own` altogether."""
+        return self.of_all + (own - self.own) * ranks
+
+
+NO_ROUTED_TOKENS = RoutedTokens()
+"""The tokens of ranks that have never added them up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LimitCheck:
     """Result of comparing a loss with its limit."""
 

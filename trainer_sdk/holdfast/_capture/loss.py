@@ -17,7 +17,8 @@ class Loss:
     """Loss in a recovery of the newest snapshot as MLT (MoEtion eq. 6): the sum of the layers'
     portions."""
     lost: float = 0.0
-    """Loss in all recoveries of the job's life (PLT, PEC eq. 4)."""
+    """Loss in all recoveries of the job's life (PLT, PEC eq. 4): of the tokens of all ranks as of
+    the newest recovery, and as if each rank had routed as many since then as this one."""
     lost_mlt: float = 0.0
     """Loss in all recoveries as MLT, as of the newest one."""
     k: int = 0

@@ -35,6 +35,7 @@ from holdfast_core.experts.ledger import ExpertLedger
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.experts.replenish import Replenishing
 from holdfast_core.experts.tables import NO_EXPERTS, ExpertTable
+from holdfast_core.experts.token_loss import portion
 from holdfast_core.job.policies.policy import LossyPolicy
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout
@@ -84,9 +85,9 @@ class PartialCapture(CaptureStrategy):
         """Number of each of the newest saves → marks of `_parts` stated after it."""
         self._ledger = START.ledger
         self._account = START.account
-        self._recoveries = START.recoveries
+        self._recoveries, self._routed = START.recoveries, START.routed
         self._k = policy.first_k
-        self._ranks = 1
+        self._ranks = counting.ranks
         self._first = 0
         self._marks = START.marks
         """Newest captures that are committed."""
@@ -120,7 +121,7 @@ class PartialCapture(CaptureStrategy):
 
     def resume(self, state: PartialState) -> None:
         self._ledger, self._account = state.ledger, state.account
-        self._recoveries = state.recoveries
+        self._recoveries, self._routed = state.recoveries, state.routed
         self._k = max(state.k, self._policy.first_k)
         self._first = state.ledger.snapshots
         self._marks = self._trying = state.marks
@@ -151,6 +152,7 @@ class PartialCapture(CaptureStrategy):
         self._parts = own.intersection(spread)
         if set(self._ledger.tokens) != set(table.units):
             self._ledger, self._marks = ExpertLedger.start(table.units), {}
+            self._routed = replace(self._routed, own=0)
         # Another rank now states the marks of experts that this one captured in an earlier epoch.
         self._marks = {unit: mark for unit, mark in self._marks.items() if unit in own}
         self._settle_marks()
@@ -302,6 +304,7 @@ class PartialCapture(CaptureStrategy):
             marks=self._trying,
             measures=self._measuring.measures,
             replenishing=call.replenishing,
+            routed=self._routed,
         )
         return SnapshotRecord(extras=join_extras(call.extras, state.encode()), state=state)
 
@@ -327,6 +330,7 @@ class PartialCapture(CaptureStrategy):
             marks={},
             measures=UNKNOWN,
             replenishing=replenishing,
+            routed=self._routed,
         )
 
     def _settle_marks(self) -> None:
@@ -362,7 +366,7 @@ class PartialCapture(CaptureStrategy):
         return Loss(
             at_risk=report.risk.plt,
             at_risk_mlt=report.risk.mlt,
-            lost=report.plt_of(self._ranks),
+            lost=portion(sum(report.lost), self._routed.estimate(sum(report.routed), self._ranks)),
             lost_mlt=report.newest.total_mlt if report.newest else 0.0,
             k=k,
             report=report,

@@ -20,7 +20,12 @@ from holdfast_core.experts.dynamic_k import next_k
 from holdfast_core.experts.ledger import ExpertLedger, Version, merge_counts
 from holdfast_core.experts.loss_reports import RECOVERIES_KEPT, RecoveryLoss
 from holdfast_core.experts.replenish import Replenishing
-from holdfast_core.experts.token_loss import LossAccount, recovery_loss
+from holdfast_core.experts.token_loss import (
+    NO_ROUTED_TOKENS,
+    LossAccount,
+    RoutedTokens,
+    recovery_loss,
+)
 from holdfast_core.job.policies.policy import LossyPolicy
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout
@@ -54,6 +59,8 @@ class PartialState:
     """Lost tokens that this rank still makes up for."""
     recoveries: tuple[RecoveryLoss, ...] = ()
     """Newest recoveries of the job's life, oldest first."""
+    routed: RoutedTokens = NO_ROUTED_TOKENS
+    """Tokens that all ranks had routed as of the newest recovery."""
 
     def encode(self) -> bytes:
         """Encode the state for the extras, as MessagePack: plain values need no codec that keeps
@@ -83,12 +90,14 @@ class PartialState:
             "marks": {str(unit): [m.number, m.tokens] for unit, m in self.marks.items()},
             "measures": list(astuple(self.measures)),
             "replenishing": self.replenishing.to_dict(),
+            "routed": [self.routed.of_all, self.routed.own],
         }
 
     @classmethod
     def from_dict(cls, found: Any) -> PartialState:
         """Convert the result of `to_dict` back. Raises CorruptError for other values."""
         try:
+            of_all, own = found.get("routed", (0, 0))
             return cls(
                 ledger=ExpertLedger.from_dict(found["ledger"]),
                 account=LossAccount.from_dict(found["account"]),
@@ -100,6 +109,7 @@ class PartialState:
                 },
                 measures=Measures(*map(int, found.get("measures", ()))),
                 replenishing=Replenishing.from_dict(found["replenishing"]),
+                routed=RoutedTokens(of_all=int(of_all), own=int(own)),
             )
         except _UNREADABLE as error:
             raise CorruptError(f"the state of the experts cannot be read: {error!r}") from error
@@ -186,6 +196,9 @@ class PartialState:
         """
         total = merge_counts(*(units_of(counts) for counts in lost))
         assignments = layers_of(assigned)
+        routed = RoutedTokens(
+            of_all=sum(assignments.values()), own=sum(self.ledger.assignments.values())
+        )
         account = self.account.after(total, self.k)
         loss = recovery_loss(total, assignments)
         decision = next_k(
@@ -193,7 +206,7 @@ class PartialState:
             first_k=policy.first_k,
             experts_max=policy.k_for_all(self.ledger.tokens),
             lost_by_k=account.lost_by_k,
-            total_tokens=sum(assignments.values()),
+            total_tokens=routed.of_all,
             limit=policy.loss_limit,
         )
         _log.warning(
@@ -206,7 +219,8 @@ class PartialState:
             loss, account, epoch=epoch, line=line, k_before=self.k, k_after=decision.k
         )
         kept = [each for each in self.recoveries if each.epoch < epoch][1 - RECOVERIES_KEPT :]
-        return replace(self, account=account, k=decision.k, recoveries=(*kept, record))
+        recoveries = (*kept, record)
+        return replace(self, account=account, k=decision.k, recoveries=recoveries, routed=routed)
 
 
 START = PartialState(

@@ -59,7 +59,12 @@ def keep_shared(state: PartialState) -> PartialState:
     old = state.ledger
     ledger = replace(ExpertLedger.start(old.tokens), snapshots=old.snapshots)
     return replace(
-        state, ledger=ledger, marks={}, measures=UNKNOWN, replenishing=Replenishing.start()
+        state,
+        ledger=ledger,
+        marks={},
+        measures=UNKNOWN,
+        replenishing=Replenishing.start(),
+        routed=replace(state.routed, own=0),
     )
 
 

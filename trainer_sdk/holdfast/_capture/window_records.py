@@ -42,7 +42,8 @@ class WindowRecord(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_steps: tuple[bytes, ...] = ()
     """Encoded steps of the optimizers, of each save; where it repeats those."""
     digests: dict[str, int] = {}
-    """Unit → digest of its state after the last save; where it repeats optimizer steps."""
+    """Unit → digest of its state after the last save: of all units that an earlier save has where
+    it repeats optimizer steps, otherwise of a few."""
 
     @property
     def last(self) -> int:

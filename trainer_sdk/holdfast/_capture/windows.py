@@ -50,6 +50,11 @@ from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
 from holdfast_core.snapshots.names import TensorName
 from holdfast_core.snapshots.units import UnitKey
 
+SAMPLED_UNITS = 4
+"""Units whose state shows whether a replay has repeated the same training: an expert that got no
+token shows little."""
+_DIGEST_MAX = (1 << 64) - 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SlotPlan:
@@ -109,6 +114,8 @@ class WindowCapture(CaptureStrategy):
         self._early: tuple[str, ...] = ()
         self._late: tuple[str, ...] = ()
         self._plans: tuple[SlotPlan, ...] = ()
+        self._sample: frozenset[UnitKey] = frozenset()
+        """Small units of the first saves, whose state after the last save is digested."""
         self._planned: tuple[Layout, Sequence[TensorSource], Sequence[TensorSource]] | None = None
         """Layout, tensors and gradients for which the saves are planned."""
         self._open: OpenWindow | None = None
@@ -165,7 +172,9 @@ class WindowCapture(CaptureStrategy):
         self._deciding.close(timeout_s)
 
     def extras_bytes(self, of_save: int) -> int:
-        empty = self._record(OpenWindow(first=0), {})
+        units = [unit for slot in self._schedule.slots for unit in slot]
+        longest = sorted(units, key=lambda unit: len(str(unit)))[-SAMPLED_UNITS:]
+        empty = self._record(OpenWindow(first=0), dict.fromkeys(longest, _DIGEST_MAX))
         most = max((schedule.window for schedule in self._schedules), default=0)
         return most * of_save + len(encode_record(empty))
 
@@ -233,6 +242,13 @@ class WindowCapture(CaptureStrategy):
             )
             for slot, frame in enumerate(frames)
         )
+        state = Counter[UnitKey]()
+        for entry in layout.entries:
+            if entry.param_group >= 0:
+                state[UnitKey.parse(entry.unit)] += entry.nbytes
+        early = [unit for unit in sorted(state) if schedule.slot(unit) < schedule.window - 1]
+        early.sort(key=lambda unit: (schedule.slot(unit), state[unit]))
+        self._sample = frozenset(early[:SAMPLED_UNITS])
 
     # --- a save -----------------------------------------------------------------------------------
 
@@ -277,6 +293,8 @@ class WindowCapture(CaptureStrategy):
         others = (one.state_of for at, one in enumerate(self._plans) if at != slot)
         state_of_others = frozenset[UnitKey]().union(*others)
         repeats_training = self._schedule.repeats is Repeats.TRAINING
+        # The state to which a recovery shall bring them, by repeating steps.
+        digested = self._sample if repeats_training else state_of_others
         completes = first + slot == last
         return CaptureChoice(
             copies=plan.copies,
@@ -286,8 +304,7 @@ class WindowCapture(CaptureStrategy):
             resume_step=first if repeats_training else last,
             left_out=state_of_others,
             skip=plan.skip,
-            # The state to which a recovery shall bring them, by repeating steps of optimizers.
-            digested=state_of_others if completes and not repeats_training else frozenset(),
+            digested=digested if completes else frozenset(),
         )
 
     def on_staged(

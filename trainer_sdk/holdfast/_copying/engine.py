@@ -298,10 +298,12 @@ class CopyEngine:
         sides, busy = len(helpers) + 1, self._busy
         finished = [helper.start(apart(drain, i, sides)) for i, helper in enumerate(helpers, 1)]
         self._busy = True
-        apart(partial(drain, look), 0, sides)()
-        for event in finished:
-            event.wait()
-        self._busy = busy
+        try:
+            apart(partial(drain, look), 0, sides)()
+        finally:
+            for event in finished:
+                event.wait()
+            self._busy = busy
         if failures:
             raise failures[0]
 

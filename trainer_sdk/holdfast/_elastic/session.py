@@ -780,6 +780,15 @@ class ElasticSession(Session):
     ) -> None:
         self._session.count_tokens(layer, counts, assignments)
 
+    def backward(
+        self,
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        *,
+        retain_graph: bool | None = None,
+    ) -> None:
+        self._session.backward(loss, gradient, retain_graph=retain_graph)
+
     def bubble(self) -> AbstractContextManager[None]:
         return self._session.bubble()
 

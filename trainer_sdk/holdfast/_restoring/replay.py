@@ -8,26 +8,33 @@ bits. After the last save of the window, every unit has the state that it had th
 
 The gradients of all units are those of the first execution. So everything that the loop does with
 them before the optimizer's step works as before: sums over ranks, clipping by norm, loss scaling.
+Only a loop that calls `session.backward` has none of frozen units (`frozen_gradients`).
+
+The window has digests of a few units of its first saves, as of its last. A replay that ends with
+other bytes of one of them was not the same training.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from holdfast._capture.window_records import WindowRecord
+from holdfast._digests import digest_of, state_of_units
 from holdfast._restoring.fit import Wanted
-from holdfast._state.capture import LiveState, TensorSource
+from holdfast._restoring.frozen_gradients import FrozenGradients, can_be_left_out
+from holdfast._state.capture import Anchor, LiveState, TensorSource
 from holdfast._state.casts import fill, pair_of
 from holdfast._state.collect import put_back_scalars
 from holdfast._state.extras import decode_extras, dtype_of_name
-from holdfast_core.errors import StepOrderError
+from holdfast_core.errors import InvalidJobError, StepOrderError
 from holdfast_core.experts.sparse_windows import Schedule
 from holdfast_core.snapshots.layouts import TensorRole
+from holdfast_core.snapshots.units import UnitKey
 
 _log = logging.getLogger("holdfast")
 
@@ -56,6 +63,7 @@ class Replay:
 
     def __post_init__(self) -> None:
         self._schedule = self.record.schedule
+        self._gradients = FrozenGradients(self.live)
 
     @property
     def over(self) -> bool:
@@ -68,6 +76,7 @@ class Replay:
         Raises:
             StepOrderError: this is not the next step of the window. Training cannot continue,
                 because frozen units have the weights of another step.
+            InvalidJobError: without gradients of frozen units, training came to another state.
         """
         if step != self.step + 1:
             raise StepOrderError(
@@ -86,13 +95,46 @@ class Replay:
                 fill(pair_of(sources[name], sources[master], start, nbytes))
         put_back_scalars(self.live, decode_extras(self.record.extras[slot]))
         if self.over:
-            _log.info("steps %d to %d are repeated", self.record.first + 1, step)
+            self._compare()
+            how = ", without gradients of frozen units" if self._gradients.left_out else ""
+            _log.info("steps %d to %d are repeated%s", self.record.first + 1, step, how)
+
+    def _compare(self) -> None:
+        """Compare the digests in the window with the state that this replay has come to."""
+        record = self.record
+        expected = {UnitKey.parse(unit): digest for unit, digest in record.digests.items()}
+        held = state_of_units(self.live.sources(), expected)
+        wrong = [u for u, digest in expected.items() if digest_of(held.get(u, ())) != digest]
+        if not wrong:
+            return
+        found = (
+            f"the steps {record.first + 1} to {record.last} were repeated, but {wrong[0]} is not "
+            f"as it was after them"
+        )
+        if self._gradients.left_out:
+            raise InvalidJobError(
+                f"{found}: something depends on the gradients of other units, which "
+                f"session.backward leaves out, such as clipping by the norm of all gradients. Call "
+                f"loss.backward() instead, and start again; the window is still there"
+            )
+        _log.warning("%s: training is not deterministic", found)
 
     # --- around the step of an optimizer ----------------------------------------------------------
 
-    def before_step(self, optimizer: Any) -> None:
-        """Drop the gradients of frozen units. Experts in one stack share a gradient, so keep a copy
-        of the frozen ones instead."""
+    def backward(
+        self, loss: torch.Tensor, gradient: torch.Tensor | None, retain_graph: bool | None
+    ) -> None:
+        """Run a backward pass without the gradients of frozen units; see `Session.backward`."""
+        frozen = [
+            parameter
+            for optimizer in self.live.optimizers
+            for parameter, anchor in self._frozen(optimizer)
+            if can_be_left_out(anchor)
+        ]
+        self._gradients.backward(loss, gradient, retain_graph, frozen)
+
+    def _frozen(self, optimizer: Any) -> Iterator[tuple[torch.Tensor, Anchor]]:
+        """Yield the frozen parameters of an optimizer, without those of stacks."""
         live, at = self.live, self.step - self.record.first
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -100,8 +142,15 @@ class Replay:
                 if anchor is None or anchor.place.stacked:
                     continue
                 if self._schedule.slot(anchor.place.unit) > at:
-                    parameter.grad = None
-        kept = frozen_in_stacks(live, self._schedule, at + 1)
+                    yield parameter, anchor
+
+    def before_step(self, optimizer: Any) -> None:
+        """Drop the gradients of frozen units. Experts in one stack share a gradient, so keep a copy
+        of the frozen ones instead."""
+        for parameter, _ in self._frozen(optimizer):
+            parameter.grad = None
+        at = self.step - self.record.first
+        kept = frozen_in_stacks(self.live, self._schedule, at + 1)
         self._kept = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in kept]
 
     def after_step(self) -> None:

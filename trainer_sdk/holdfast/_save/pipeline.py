@@ -182,6 +182,9 @@ class SavePipeline:
             # Agree: all ranks settle, once per session, which rank captures which shards.
             plan = self._agree(task, tensors)
             # Count the tokens of this step before the strategy chooses experts by them.
+            # Check, in place of the training thread, that the tensors are still read as planned.
+            if task.sources is None and tensors.unchanged is not None:
+                tensors.unchanged.check_forms()
             if task.tokens:
                 # The device may lag a whole step behind. Reading on a side stream, after the fence,
                 # does not wait for work that training has queued since.

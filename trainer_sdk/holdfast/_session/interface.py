@@ -132,6 +132,39 @@ class Session(ABC):
         loop has called `wait_staged` between two saves.
         """
 
+    def backward(
+        self,
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        *,
+        retain_graph: bool | None = None,
+    ) -> None:
+        """Compute the gradients of `loss`, as `loss.backward(gradient, retain_graph)` does.
+
+        While the steps of a sparse window are repeated, this leaves out the gradients of frozen
+        units, which is faster (MoEvement §3.3). These parameters then keep the gradient that they
+        had, usually None. The other gradients have the same bits.
+
+        Call it only if nothing between here and the optimizer's step depends on the gradients of
+        other parameters, or needs all of them to be there. Clipping by the norm of all gradients
+        does; so does a loss scaler, in a step that it leaves out. If the window ends with another
+        state than in its first execution, `save` raises InvalidJobError.
+
+        All gradients are computed all the same with `DistributedDataParallel`, with
+        `checkpoint(use_reentrant=True)`, of parameters with hooks, of DTensors, of stacked experts,
+        and where the optimizer holds other parameters than the model. Hooks on tensors within the
+        graph may not run.
+
+        Args:
+            loss: tensor of one element, scaled or not; or of any shape, with `gradient`.
+            gradient: the gradient of `loss`, of its shape.
+            retain_graph: whether to keep the graph.
+
+        Raises:
+            RuntimeError: as for `torch.Tensor.backward`.
+        """
+        loss.backward(gradient, retain_graph=retain_graph)
+
     @abstractmethod
     def count_tokens(
         self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None

@@ -393,7 +393,7 @@ class ProtectedSession(WorldSession):
     @torch.inference_mode(False)  # what is made in that mode cannot be written outside of it
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
         with torch.no_grad():
-            if self._stale or self._live.has_changed():
+            if self._stale or self._live.has_moved():
                 self._stale = True  # until all of this has succeeded
                 self._live.begun.forms.check()
                 found = self._live.discover()
@@ -408,8 +408,12 @@ class ProtectedSession(WorldSession):
                 self._stale = False
             if self._live.unrestorable:
                 raise InvalidJobError(self._live.unrestorable)
-            for staging, live in self._eager:
-                staging.copy_(live)
+            try:
+                for staging, live in self._eager:
+                    staging.copy_(live)
+            except RuntimeError:  # another shape, at the same address
+                self._stale = True
+                raise
         self._gradients.settle()
         extras = encode_extras(collect(self._live, self._stateful, handle.step))
         # The saver's thread takes them over; kept here until a task has carried them there.
@@ -437,6 +441,18 @@ class ProtectedSession(WorldSession):
             unchanged=InPlaceCheck(self._live.watched) if copies else None,
             reseated=reseated,
         )
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        *,
+        retain_graph: bool | None = None,
+    ) -> None:
+        if self._replay is None:
+            super().backward(loss, gradient, retain_graph=retain_graph)
+        else:
+            self._replay.backward(loss, gradient, retain_graph)
 
     def count_tokens(
         self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None

@@ -49,6 +49,7 @@ from holdfast._state.parts import (
     check_value,
     form_of_state,
     has_tensors,
+    hold_only_tensors,
     is_plain,
     tensors_in,
 )
@@ -177,15 +178,13 @@ class LiveState:
         masters: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
         begun: ProgramStart | None = None,
     ) -> None:
-        self.model = model
-        self.optimizers = tuple(optimizers)
+        self.model, self.optimizers = model, tuple(optimizers)
         check_optimizers(self.optimizers)
         self._saved_keys: dict[int, Sequence[Collection[str]]] = {}
         self.holders = self._holders()
         """Each optimizer with its inner optimizers."""
         self._ep_index = topology.coordinates(rank).ep
-        self._units = units
-        self._private = private
+        self._units, self._private = units, private
         self._parameter_groups: list[Mapping[str, torch.Tensor | None]] = []
         self._module_groups: list[Mapping[str, nn.Module | None]] = []
         self._wrapped: frozenset[str] = frozenset()
@@ -193,6 +192,8 @@ class LiveState:
         self._empty: list[Mapping[str, object]] = []
         """Dictionaries of modules that were empty at the last `discover`."""
         self._inventory: TensorInventory | None = None
+        self._reforms = False
+        """Whether this program turns tensors into other views of their memory."""
         self._tensors: dict[str, torch.Tensor] = {}
         self.watched = Watched({})
         """Tensors that must not change in place while they are copied."""
@@ -267,6 +268,18 @@ class LiveState:
         known = self._inventory
         return known is None or any(self._empty) or known.differs(self._objects())
 
+    def has_moved(self) -> bool:
+        """Whether any tensor has moved, appeared or vanished since `discover`. One that only has
+        another form at its address is found by `InPlaceCheck.check_forms`; from then on, by this
+        method as well."""
+        known = self._inventory
+        if known is None or any(self._empty):
+            return True
+        if known.reformed:
+            self._reforms = True
+        objects = self._objects()
+        return known.differs(objects) if self._reforms else known.has_moved(objects)
+
     def compared_tensors(self, device_bytes_max: int) -> dict[str, torch.Tensor]:
         """Return the local parts of all parameters and optimizer states by name, as of the last
         `discover`, without states on a device that have more than `device_bytes_max` bytes."""
@@ -298,7 +311,11 @@ class LiveState:
         for optimizer in self.optimizers:
             optimizers = with_nested(optimizer, self.optimizers)
             found += optimizers[1:]
-            for state in chain.from_iterable(one.state.values() for one in optimizers):
+            states = list(chain.from_iterable(one.state.values() for one in optimizers))
+            if hold_only_tensors(states):
+                found += chain.from_iterable(map(dict.values, states))
+                continue
+            for state in states:
                 if not isinstance(state, Mapping):  # a value that belongs to no parameter
                     continue
                 for value in state.values():
@@ -367,7 +384,7 @@ class LiveState:
             seen.add(source.name)
         self.changed_buffers = self._changed_buffers(modules)
         self._remember()
-        self.watched = Watched(self._tensors)
+        self.watched = Watched(self._tensors, None if self._reforms else self._inventory)
         self._found = tuple(found)
         on_cuda = {source.tensor.get_device() for source in found if source.tensor.is_cuda}
         self.cuda_devices = tuple(sorted(on_cuda))

@@ -27,6 +27,7 @@ from holdfast._state.parts import (
     build_state,
     form_of_state,
     has_tensors,
+    hold_only_tensors,
     is_plain,
     tensors_in,
     tensors_of_form,
@@ -222,7 +223,8 @@ def _values_of(live: LiveState, index: int, optimizer: Any) -> dict[str, Any]:
     scalars: dict[str, dict[Any, Any]] = {}
     forms: dict[str, dict[Any, Form]] = {}
     known = live.forms[index]
-    for parameter, state in optimizer.state.items():
+    nothing = not known and hold_only_tensors(optimizer.state.values())
+    for parameter, state in () if nothing else optimizer.state.items():
         if isinstance(parameter, str):
             continue  # see `own_values`
         noted = known.get(parameter, {})

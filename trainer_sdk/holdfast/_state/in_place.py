@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from holdfast._state.dtensors import local_of, raw
+from holdfast._state.inventory import TensorInventory
 from holdfast_core.errors import SnapshotSkippedError
 
 SAMPLES = 256
@@ -40,9 +41,13 @@ class Watched:
 
     Args:
         tensors: the tensors by name.
+        inventory: their addresses and forms.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], inventory: TensorInventory | None = None
+    ) -> None:
+        self.inventory = inventory
         counted = [
             (name, tensor)
             for name, one in tensors.items()
@@ -78,6 +83,19 @@ class InPlaceCheck:
         self._watched = watched
         self._versions = list(map(_version, watched.counted))
         self._sample = _join(watched.samples)
+
+    def check_forms(self) -> None:
+        """Check that each tensor is read as before. Called before the copy, by any thread.
+
+        Raises:
+            SnapshotSkippedError: a tensor is another view of its memory than when it was found.
+        """
+        inventory = self._watched.inventory
+        if inventory is not None and inventory.has_reformed():
+            raise SnapshotSkippedError(
+                "a parameter or optimizer state has become another view of the same memory since "
+                "the previous save; the next save captures it as it is now"
+            )
 
     def check(self) -> None:
         """Check that no tensor has changed. Called before tensors may change.

@@ -4,8 +4,11 @@ A snapshot is planned once, by addresses and shapes, and taken many times. So ev
 whether any tensor has moved, appeared, vanished or changed its form. The form matters because a
 tensor whose `data` became another view of the same memory keeps its address, but has other bytes.
 
-This module does not know units or names, and reads no byte of a tensor. It runs in `save`, so it
-takes less than a microsecond per tensor.
+Only new addresses are looked for while training waits. The forms are compared by the saver's thread
+before it copies, because that takes longer, and hardly ever finds anything. If it does, that save
+is skipped, and from the next one on all is compared while training waits.
+
+This module does not know units or names, and reads no byte of a tensor.
 """
 
 from __future__ import annotations
@@ -18,14 +21,14 @@ import torch
 
 from holdfast._state.dtensors import raw
 
+_address = torch.Tensor.data_ptr
+"""The address of a tensor includes the offset in its storage; no two devices share an address."""
 _FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
-    torch.Tensor.data_ptr,
     torch.Tensor.stride,
     torch.Tensor.size,
     attrgetter("dtype"),
 )
-"""Properties that determine which bytes a tensor has, and in which order. The address includes the
-offset in the storage, and no two devices share an address."""
+"""Properties that determine, with the address, which bytes a tensor has, and in which order."""
 
 _AT_ONCE = 256
 """Number of tensors whose properties are read in turn: few enough to stay in the processor's cache.
@@ -47,17 +50,33 @@ class TensorInventory:
         pairs = zip(tensors.values(), local, strict=True)
         self._sharded = [(tensor, part) for tensor, part in pairs if part is not tensor]
         parts = [local[first : first + _AT_ONCE] for first in range(0, len(local), _AT_ONCE)]
-        self._parts = [(part, [[*map(read, part)] for read in _FORM]) for part in parts]
+        self._parts = [
+            (part, [*map(_address, part)], [[*map(read, part)] for read in _FORM]) for part in parts
+        ]
+        self.reformed = False
+        """Whether `has_reformed` has found a tensor."""
 
     def differs(self, objects: Sequence[object]) -> bool:
         """Whether `objects` are other objects, or a tensor among them refers to other bytes."""
+        return self.has_moved(objects) or self.has_reformed()
+
+    def has_moved(self, objects: Sequence[object]) -> bool:
+        """Whether `objects` are other objects, or a tensor among them has another address."""
         return (
             len(objects) != len(self._kept)
             or not all(map(is_, objects, self._kept))
             or any(raw(sharded) is not local for sharded, local in self._sharded)
-            or any(
-                [*map(read, part)] != known
-                for part, forms in self._parts
-                for read, known in zip(_FORM, forms, strict=True)
-            )
+            or any([*map(_address, part)] != known for part, known, _ in self._parts)
         )
+
+    def has_reformed(self) -> bool:
+        """Whether a tensor has another form at its old address. Any thread; tensors that training
+        moves meanwhile do not count, because nothing reads their new memory."""
+        for part, addresses, forms in self._parts:
+            for read, known in zip(_FORM, forms, strict=True):
+                now = [*map(read, part)]
+                if now != known:
+                    rows = zip(part, addresses, now, known, strict=True)
+                    if any(a != b and _address(one) == at for one, at, a, b in rows):
+                        self.reformed = True
+        return self.reformed

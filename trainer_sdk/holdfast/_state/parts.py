@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,6 +61,15 @@ def has_tensors(value: object) -> bool:
     return isinstance(value, torch.Tensor) or (
         type(value) in _CONTAINERS and next(tensors_in("", value), None) is not None
     )
+
+
+def hold_only_tensors(states: Collection[object]) -> bool:
+    """Whether these states are dictionaries of plain tensors alone, as those of most optimizers
+    are. Takes far less time than a look at each value."""
+    if not set(map(type, states)) <= {dict}:
+        return False
+    values: Iterator[object] = chain.from_iterable(map(dict.values, states))  # type: ignore[arg-type]
+    return set(map(type, values)) <= {torch.Tensor}
 
 
 def tensors_in(key: str, value: object, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:

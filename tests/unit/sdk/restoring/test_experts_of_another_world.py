@@ -213,6 +213,25 @@ def test_no_token_is_lost_from_the_count_or_counted_twice(name: str, tmp_path: P
     new.close()
 
 
+@pytest.mark.parametrize("name", ["4 to 3", "2 to 3"])
+def test_the_fraction_of_lost_tokens_is_that_of_all_ranks(name: str, tmp_path: Path) -> None:
+    was, now, _ = WORLDS[name]
+    captured(tmp_path, was, IN_TURN)
+    new = go_on(tmp_path, name, IN_TURN)
+    new.restore()
+    losses = [rank.session.counters.loss for rank in new.ranks]
+    (newest,) = {loss.report.newest for loss in losses if loss.report is not None}
+    assert newest is not None
+    assert {loss.lost for loss in losses} == {newest.total_plt}  # before any save
+    save(new, LAST + 1)
+    save(new, LAST + 2)
+    routed = 2 * sum(TOKENS) * (LAST * was.dp + 2 * now.dp)  # the figure is as of the last commit
+    for rank in new.ranks:
+        rank.session.prepare()
+        assert rank.session.counters.loss.lost == pytest.approx(newest.total_tokens / routed)
+    new.close()
+
+
 def test_k_grows_alike_on_ranks_that_were_there_and_on_those_that_were_not(tmp_path: Path) -> None:
     strict = PartialExperts(experts_per_layer=1, loss_limit=0.0)
     captured(tmp_path, Topology(dp=2), strict)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+import holdfast
 from holdfast._state.capture import LiveState
 from holdfast.testing import FakeDaemon
-from holdfast_core.errors import InvalidJobError
+from holdfast_core.errors import InvalidJobError, SnapshotSkippedError
 from holdfast_core.topology import Topology
 
 WAIT_S = 20
@@ -72,6 +73,15 @@ def test_what_only_an_optimizer_holds_is_followed_when_it_moves() -> None:
     assert live.has_changed()
 
 
+def save_in_spite_of(way: Callable[..., None], session: holdfast.Session, step: int) -> None:
+    """Save after a change. If the address is the old one, the saver's thread finds the change, and
+    only the next save captures it."""
+    if way is not further_on_in_its_memory:
+        with pytest.raises(SnapshotSkippedError, match="another view of the same memory"):
+            session.save(step).committed.result(WAIT_S)
+    session.save(step + 1).committed.result(WAIT_S)
+
+
 @pytest.mark.parametrize(
     "way", [transposed, further_on_in_its_memory], ids=lambda way: way.__name__
 )
@@ -92,11 +102,15 @@ def test_a_parameter_that_became_another_view_is_restored_as_it_was(
     session = open_session(old, FakeDaemon(tmp_path))
     session.save(1).committed.result(WAIT_S)
     other_view(old)
-    session.save(2).committed.result(WAIT_S)
+    save_in_spite_of(way, session, 2)
+    other_view(old)
+    session.save(4).committed.result(WAIT_S)  # found without another loss
+    other_view(old)
+    session.save(5).committed.result(WAIT_S)
     session.close()
     other_view(new)
     new.model.weight.zero_()
-    assert open_session(new, FakeDaemon(tmp_path, epoch=2)).restore() == 2
+    assert open_session(new, FakeDaemon(tmp_path, epoch=2)).restore() == 5
     assert torch.equal(new.model.weight, old.model.weight)
 
 
@@ -114,4 +128,4 @@ def test_a_parameter_of_another_form_is_not_saved_where_a_restart_could_not_rest
     session.save(1).committed.result(WAIT_S)
     way(trainer.model.weight, trainer.model.memory)
     with pytest.raises(InvalidJobError, match=r"weight is torch.* was torch.float32\[4, 4\]"):
-        session.save(2).committed.result(WAIT_S)
+        save_in_spite_of(way, session, 2)
