@@ -91,6 +91,8 @@ class Cause:
     """Whether an earlier recovery has counted this cause: it waits for it, or has led to it."""
     awaits_code: bool = False
     """Whether the agent may still report the rank's exit code."""
+    culprit: bool = False
+    """Whether a hang is known to come from this member alone."""
 
     @property
     def ended_by_holdfast(self) -> bool:
@@ -413,4 +415,7 @@ def _hang(
         named = sorted(diagnosis.culprits)
     member = membership.member_of(named[0])
     hung = frozenset(named).intersection(membership.ranks_of(member))
-    yield Cause(on=On.HANG, text=text, member=member, ranks=hung)
+    # Ranks that are a step behind hold the others up. Of ranks at one step, nobody knows.
+    alone = set(membership.ranks_of(member)).issuperset(rank.rank for rank in behind)
+    culprit = alone and len(behind) < len(ranks)
+    yield Cause(on=On.HANG, text=text, member=member, ranks=hung, culprit=culprit)
