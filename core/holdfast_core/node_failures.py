@@ -44,6 +44,8 @@ FADED = 0.01
 """Part of its weight at which a failure is forgotten."""
 CLEAN_BELOW = 0.25
 """Score below which a node counts as clean: after two half-lives, one lost rank is forgiven."""
+RATED_S = 1.0
+"""Longest age of ratings that are not computed again."""
 PROBLEM_SCORE = 1.0
 """Score of a node about which its cluster reports a problem."""
 
@@ -164,6 +166,70 @@ def with_problem(rating: Rating, problem: str) -> Rating:
     return Rating(rating.score + PROBLEM_SCORE, text)
 
 
+class NodeMemory:
+    """What one process knows of the failures of nodes: the record in a store that it shares with
+    others, and its own failures that are not in there yet. Does no I/O: an adapter reads and
+    writes.
+
+    What somebody removed from the store is gone, because only failures that are new here are ever
+    added to it.
+    """
+
+    def __init__(self) -> None:
+        self.half_life_s = HALF_LIFE_S
+        self._stored: Record = {}
+        self._pending: Record = {}
+        self._writing: Record = {}
+        self._ratings: Mapping[str, Rating] = {}
+        self._rated_at = -math.inf
+
+    def note(self, failures: Iterable[tuple[str, NodeFailure]], now: float) -> None:
+        """Add failures, each with its node."""
+        self._pending = self._with(self._pending, failures, now)
+        self._rated_at = -math.inf
+
+    def see(self, stored: Record) -> None:
+        """Use what the store holds now."""
+        self._stored = stored
+        self._rated_at = -math.inf
+
+    def to_write(self, now: float) -> Record | None:
+        """The record that the store should hold, given that it holds what was last seen; None when
+        there is nothing new to write."""
+        self._writing = self._pending
+        merged = self._with(self._stored, _pairs(self._pending), now)
+        if self._pending and merged != self._stored:
+            return merged
+        self._pending = {}
+        return None
+
+    def wrote(self, record: Record) -> None:
+        """Note that the record of `to_write` is in the store."""
+        left = {
+            node: tuple(each for each in failures if each not in self._writing.get(node, ()))
+            for node, failures in self._pending.items()
+        }
+        self._pending = {node: failures for node, failures in left.items() if failures}
+        self.see(record)
+
+    def rating(self, node: str, now: float) -> Rating:
+        """How a node has done lately, as of `RATED_S` ago or later."""
+        return self.ratings(now).get(node, CLEAN)
+
+    def ratings(self, now: float) -> Mapping[str, Rating]:
+        """The same for all nodes that are not clean."""
+        if not 0 <= now - self._rated_at < RATED_S:
+            record = self._with(self._stored, _pairs(self._pending), now)
+            self._ratings = ratings(record, now=now, half_life_s=self.half_life_s)
+            self._rated_at = now
+        return self._ratings
+
+    def _with(
+        self, record: Record, failures: Iterable[tuple[str, NodeFailure]], now: float
+    ) -> dict[str, tuple[NodeFailure, ...]]:
+        return with_failures(record, failures, now=now, half_life_s=self.half_life_s)
+
+
 def to_document(record: Record) -> dict[str, list[dict[str, object]]]:
     """Convert a record to plain values."""
     return {
@@ -191,6 +257,10 @@ def from_document(
             else:
                 found.append((node, failure))
     return with_failures({}, found, now=now, half_life_s=math.inf), tuple(problems)
+
+
+def _pairs(record: Record) -> Iterable[tuple[str, NodeFailure]]:
+    return ((node, failure) for node, failures in record.items() for failure in failures)
 
 
 def _failure(value: object, now: float) -> NodeFailure | None:

@@ -281,6 +281,8 @@ class World:
         )
 
     def rating(self, name: str) -> Rating:
+        if not self.record:
+            return CLEAN
         found = ratings(self.record, now=WALL + self.now, half_life_s=HALF_LIFE_S)
         return found.get(name, CLEAN)
 
