@@ -149,7 +149,7 @@ def ratings(record: Record, *, now: float, half_life_s: float) -> dict[str, Rati
         )
         if score >= CLEAN_BELOW:
             count = f"{len(counted)} failure{'' if len(counted) == 1 else 's'}"
-            found[node] = Rating(score, f"{count} in {_span_in_words(max(ages_s))}")
+            found[node] = Rating(score, f"{count} in {age_in_words(max(ages_s))}")
     return found
 
 
@@ -308,8 +308,8 @@ def _alike_everywhere(record: Record) -> set[tuple[str, str]]:
     return {each for each, nodes in seen.items() if nodes > 1}
 
 
-def _span_in_words(seconds: float) -> str:
-    """`5 minutes`, `3 hours` or `2 days`: the time in which it happened, rounded up."""
+def age_in_words(seconds: float) -> str:
+    """`5 minutes`, `3 hours` or `2 days`: an age, rounded up."""
     units = ((86400, "day"), (3600, "hour"))
     unit_s, unit = next((each for each in units if seconds > each[0]), (60, "minute"))
     count = max(1, math.ceil(seconds / unit_s))
