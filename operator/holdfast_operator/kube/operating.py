@@ -124,11 +124,7 @@ class OperatorReplica:
             "nodes": self._watch(NODES, self._nodes),
             "daemons": self._watch_of_daemons(PODS, self._daemon_cache),
         }
-        self._node_record = (
-            NodeRecord(api, namespace=options.namespace, name=options.node_record, wall=time.time)
-            if options.node_record
-            else None
-        )
+        self._node_record = _record_in(api, options)
         self._room = Room()
         self._room_watches = self._watch_room()
         self._placeholders: Cache[Placeholder] = Cache(read_placeholder, lambda before, now: None)
@@ -383,6 +379,13 @@ class OperatorReplica:
         self._fleet.wake(self._server.jobs_on(node.name))
         if self._server.jobs_on(node.name):
             self._fleet.wake(())
+
+
+def _record_in(api: Api, options: Options) -> NodeRecord | None:
+    """The record of nodes' failures; None when none is kept."""
+    if not options.node_record:
+        return None
+    return NodeRecord(api, namespace=options.namespace, name=options.node_record, wall=time.time)
 
 
 def _are_synced(watches: dict[str, Watch]) -> bool:

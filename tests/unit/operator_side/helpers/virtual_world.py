@@ -120,12 +120,14 @@ class World:
         processes: rank → its process as its launcher sees it, or None without one; others wait in
             one collective.
         mute, old: nodes whose launchers do not answer inspections, and whose daemons know none.
+        record: failures of nodes, as an adapter records them.
     """
 
     idler_s: Mapping[int, float] = MappingProxyType({})
     processes: Mapping[int, InspectedProcess | None] = MappingProxyType({})
     mute: Collection[str] = ()
     old: Collection[str] = ()
+    record: Record = MappingProxyType({})
 
     def __init__(self, job: MoETrainingJob, nodes: int | None = None) -> None:
         self.job, self.now = job, 1000.0
@@ -190,8 +192,6 @@ class World:
         self.slots: dict[str, int] = {}
         self.fetched: dict[str, float] = {}
         """Node → bytes per second that its daemon fetches for parity."""
-        self.record: Record = {}
-        """Failures of nodes, as an adapter records them."""
         self.events: list[Event] = []
         self.actions: list[Action] = []
         self.published: list[Membership] = []
