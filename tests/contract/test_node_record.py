@@ -13,8 +13,8 @@ from fake_api import FakeApi
 
 from holdfast_cli.local import node_record as of_files
 from holdfast_core.node_failures import CLEAN, FailureKind, NodeFailure, Rating
-from holdfast_operator.kube.client.api import ApiError
-from holdfast_operator.kube.client.resources import CONFIG_MAPS
+from holdfast_operator.kube.client.api import ApiError, Object
+from holdfast_operator.kube.client.resources import CONFIG_MAPS, Resource
 from holdfast_operator.kube.cluster.node_record import HALF_LIFE_ANNOTATION, NodeRecord
 
 NAMESPACE, NAME = "hf", "holdfast-nodes"
@@ -258,6 +258,25 @@ def test_what_is_wrong_with_the_config_map_is_logged_once(
         "the record of nodes' failures, ConfigMap holdfast-nodes: ignoring what is no record: "
         "n1: no list of failures (and 1 more); nothing depends on it",
     ]
+
+
+def test_an_answer_that_is_no_config_map_does_not_end_the_operator(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Proxied(FakeApi):
+        async def get(self, resource: Resource, namespace: str, name: str) -> Object:
+            return {}
+
+    async def run() -> None:
+        record = NodeRecord(Proxied(), namespace=NAMESPACE, name=NAME, wall=time.time)
+        task = asyncio.create_task(record.run())
+        while not caplog.records:
+            await asyncio.sleep(0)
+        assert not task.done()
+        task.cancel()
+
+    asyncio.run(run())
+    assert "is left as it is" in caplog.text
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"{", b"[" * 200_000, b" " * ((1 << 20) + 1)])

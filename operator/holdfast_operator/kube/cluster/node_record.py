@@ -102,7 +102,10 @@ class NodeRecord:
         """Read and write the ConfigMap until cancelled."""
         while True:
             self._noted.clear()
-            await self.synchronise()
+            try:
+                await self.synchronise()
+            except Exception:  # what is only a preference must not end the operator
+                _log.exception("the record of nodes' failures is left as it is")
             await asyncio.sleep(GATHER_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_S):
