@@ -9,7 +9,7 @@ Not blamed are:
 - a lack of memory, which is the job's;
 - ranks that end on several nodes at once, or most nodes of a job that are lost at once: what they
   have in common is no node;
-- a hang in which no member is behind the others.
+- a hang in which no member is known to hold up the others.
 
 A script that fails in the same way on one node after the other is found later, in the record of
 all nodes (`holdfast_core.node_failures`): for this, what its failures have in common goes with

@@ -411,11 +411,12 @@ def _hang(
         f"no progress of any rank for {idle_s:.1f} s; {ranks_in_words(named)} idle for "
         f"{longest_s:.1f} s at step {behind_step}{found}"
     )
-    if diagnosis is not None and len({*map(membership.member_of, diagnosis.culprits)}) == 1:
-        named = sorted(diagnosis.culprits)
+    # Ranks of one member that are a step behind hold the others up, if no inspection names any.
+    homes = {membership.member_of(rank.rank) for rank in behind}
+    culprit = len(homes) == 1 and len(behind) < len(ranks)
+    if diagnosis is not None and diagnosis.culprits:
+        culprit = len({*map(membership.member_of, diagnosis.culprits)}) == 1
+        named = sorted(diagnosis.culprits) if culprit else named
     member = membership.member_of(named[0])
     hung = frozenset(named).intersection(membership.ranks_of(member))
-    # Ranks that are a step behind hold the others up. Of ranks at one step, nobody knows.
-    alone = set(membership.ranks_of(member)).issuperset(rank.rank for rank in behind)
-    culprit = alone and len(behind) < len(ranks)
     yield Cause(on=On.HANG, text=text, member=member, ranks=hung, culprit=culprit)

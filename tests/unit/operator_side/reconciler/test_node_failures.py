@@ -9,6 +9,7 @@ from failing_over import FailingOver
 from msgspec import structs
 from virtual_world import WALL, Daemon, World, make_job, running
 
+from holdfast_core.inspections import InspectedProcess
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.node_failures import FailureKind, NodeFailure
 from holdfast_operator.reconciler.observe.views import AgentState, JobView, NodeView
@@ -160,6 +161,24 @@ def test_a_hang_counts_against_the_node_whose_ranks_alone_are_behind(
     world.train(10)
     world.settle(1.0)
     world.behind = frozenset(behind)
+    world.idle_s = 31.0
+    world.settle(1.0)
+    assert world.membership.epoch == 2
+    assert kinds(world) == blamed
+
+
+@pytest.mark.parametrize(
+    ("stopped", "blamed"), [({5}, {"n2": ["Hang"]}), ({4, 5}, {"n2": ["Hang"]}), ({1, 5}, {})]
+)
+def test_a_hang_counts_against_the_node_whose_ranks_an_inspection_names(
+    stopped: set[int], blamed: dict[str, list[str]]
+) -> None:
+    world = OneBehind(make_job(nproc=2, detection={"hangSeconds": 30}))
+    world.settle(1.0)
+    world.train(10)
+    world.settle(1.0)
+    world.behind = frozenset({0})  # it has reported its step late
+    world.processes = {rank: InspectedProcess(rank=rank, state="T") for rank in stopped}
     world.idle_s = 31.0
     world.settle(1.0)
     assert world.membership.epoch == 2
