@@ -19,6 +19,7 @@ from holdfast_cli.commands.arguments import (
     add_history,
     add_inject,
     add_logs,
+    add_nodes,
     add_persist,
     add_profile,
     add_run,
@@ -82,6 +83,7 @@ def build_parser(prog: str = "holdfast") -> argparse.ArgumentParser:
     add_suspend(commands)
     add_logs(commands)
     add_history(commands)
+    add_nodes(commands)
     add_plan(commands)
     add_profile(commands)
     add_simulate(commands)

@@ -23,7 +23,12 @@ VALUE_SETS: dict[str, Document] = {
     "defaults": {},
     "minimal": {
         "crds": {"enabled": False},
-        "operator": {"replicas": 1, "resources": {}, "podDisruptionBudget": {"enabled": False}},
+        "operator": {
+            "replicas": 1,
+            "resources": {},
+            "podDisruptionBudget": {"enabled": False},
+            "nodeRecord": {"enabled": False},
+        },
         "daemon": {"auth": "none", "priorityClassName": "", "tolerations": []},
         "rbac": {"aggregatedRoles": False},
         "networkPolicy": {"enabled": False},

@@ -7,6 +7,7 @@ the fixtures `namespace` and `world` from here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from cluster import Cluster
 from control_daemons import ControlDaemons
 from holdfast_system import Job
 from machine import ClusterError, wait_for
-from operator_process import OperatorProcess
+from operator_process import NODE_RECORD, OperatorProcess
 
 from holdfast_operator.kube.pods.manifests import SOCKETS_PATH
 
@@ -112,6 +113,11 @@ class World:
             lambda: any(r == reason and part in m for r, m in self.events(name)),
             WAIT_S,
         )
+
+    def node_failures(self) -> dict[str, list[str]]:
+        """Node → the kinds of the failures that are recorded of it."""
+        data = self.cluster.get("configmap", NODE_RECORD, "-n", NAMESPACE).get("data") or {}
+        return {node: [each["kind"] for each in json.loads(text)] for node, text in data.items()}
 
     def delete(self, name: str) -> None:
         """Delete the job, and wait until it is gone."""

@@ -54,10 +54,17 @@ class Scene:
 
     def short_job(self) -> None:
         """Apply a job that is done at once, and goes."""
+        self._run("pass", ttlSecondsAfterFinished=0)
+
+    def failing_job(self) -> None:
+        """Apply a job whose rank fails at once."""
+        self._run("raise SystemExit(3)")
+
+    def _run(self, program: str, **spec: Any) -> None:
         document = jobs.trainer_job(self.name, namespace=TEAM)
         pod = document["spec"]["trainer"]["template"]["spec"]
-        pod["containers"][0] |= {"command": ["python", "-c", "pass"], "args": []}
-        self.cluster.apply(jobs.small_job(self.name, TEAM, pod, ttlSecondsAfterFinished=0))
+        pod["containers"][0] |= {"command": ["python", "-c", program], "args": []}
+        self.cluster.apply(jobs.small_job(self.name, TEAM, pod, **spec))
 
     def find(self, kind: str, name: str = "") -> Document:
         """An object of the job's namespace; empty when there is none."""
@@ -297,6 +304,12 @@ def _renewal_events(scene: Scene) -> int:
     return len(scene.cluster.get(*words)["items"])
 
 
+def _recorded_failures(scene: Scene) -> bool:
+    """Whether the record has a failure of the job."""
+    found = scene.cluster.get("configmap", "holdfast-node-record", "-n", NAMESPACE)
+    return any(f"{TEAM}.{scene.name}" in text for text in (found.get("data") or {}).values())
+
+
 def _gang(name: str) -> Callable[[Scene], None]:
     return lambda scene: scene.job(scheduling={"gang": name})
 
@@ -459,5 +472,6 @@ CHECKS = {
         done=lambda scene: scene.endpoint() == scene.leader_address() != "",
         changes_leader=True,
     ),
+    "node-record": Check(provoke=Scene.failing_job, done=_recorded_failures),
     "tokenreviews-create": Check(provoke=_show_token, done=_is_known, account=DAEMON),
 }

@@ -282,6 +282,13 @@ def test_operator_and_daemons_have_the_same_list_and_daemons_alone_have_credenti
     assert not [v for v in operator["volumes"] if "location" in v["name"]]
 
 
+def test_without_a_record_of_nodes_nothing_mentions_config_maps(render: Renderer) -> None:
+    documents = {name: json.dumps(render.documents(VALUE_SETS[name])) for name in VALUE_SETS}
+    assert '"configmaps"' in documents["defaults"] and "--node-record" in documents["defaults"]
+    for word in ('"configmaps"', "node-record"):
+        assert word not in documents["minimal"]
+
+
 def test_by_default_no_job_may_persist(render: Renderer) -> None:
     for kind, name in (("DaemonSet", "holdfast-daemon"), ("Deployment", "holdfast-operator")):
         assert _locations(render.one(kind, name)["spec"]["template"]["spec"]) == []
@@ -405,11 +412,19 @@ def _secret(cluster: Cluster) -> list[Document]:
     return [cluster.get("secret", name, "-n", NAMESPACE)["data"] for name in names]
 
 
-def test_an_upgrade_leaves_daemons_and_passwords_alone(holdfast: Holdfast) -> None:
+def test_an_upgrade_leaves_daemons_passwords_and_the_record_of_nodes_alone(
+    holdfast: Holdfast,
+) -> None:
     cluster = holdfast.cluster
     wait_for("the pod of an earlier Redis to go", lambda: len(holdfast.redis()) == 1, 60.0)
     before, secret, redis = _daemons(cluster), _secret(cluster), holdfast.redis()
-    _release(cluster, "upgrade", *WAIT, daemon__threads="3")
+    record = ("configmap", "holdfast-node-record", "-n", NAMESPACE)
+    cluster.kubectl("patch", *record, "--type=merge", "-p", '{"data": {"a-node": "[]"}}')
+    half_life = {"operator__nodeRecord__halfLifeHours": "12"}
+    _release(cluster, "upgrade", *WAIT, daemon__threads="3", **half_life)
+    there = cluster.get(*record)
+    assert there["data"] == {"a-node": "[]"}
+    assert there["metadata"]["annotations"]["holdfast.dev/half-life-hours"] == "12"
     assert _secret(cluster) == secret
     assert _daemons(cluster) == before
     assert holdfast.redis() == redis

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 
 from cluster import Cluster
 from machine import wait_for
-from operator_process import OperatorProcess
+from operator_process import NODE_RECORD, OperatorProcess
 from operator_world import NAMESPACE, NODES, WAIT_S, Document, World, job, namespace, world
 
 __all__ = ["namespace", "world"]
@@ -40,8 +41,9 @@ def test_a_job_gets_pods_and_a_status_and_is_freed_when_it_is_deleted(world: Wor
 
 
 def test_a_lost_rank_is_restarted_and_a_silent_node_replaced(world: World) -> None:
+    world.kubectl("create", "configmap", NODE_RECORD, "--from-literal=elsewhere=[]")
     world.cluster.apply(job("losses"))
-    world.runs_in("losses", 1)
+    held_up = world.runs_in("losses", 1)["members"][2]["node"]
     world.daemons.lose_rank(f"{NAMESPACE}.losses", 2)
     status = world.runs_in("losses", 2)
     assert (status["restarts"], status["recoveries"]) == (1, 1)
@@ -62,6 +64,17 @@ def test_a_lost_rank_is_restarted_and_a_silent_node_replaced(world: World) -> No
     metrics = world.operator.ask("/metrics")
     assert 'holdfast_operator_recoveries_total{cause="NodeLost"} 1.0' in metrics
     assert "holdfast_operator_replacement_seconds_count 1.0" in metrics
+    # Both count against their nodes, in a record that others write as well.
+    failed = {held_up: ["LostRank"], lost: ["LostNode"]}
+    wait_for("the failures to be recorded", lambda: world.node_failures() == failed, WAIT_S)
+    other = json.dumps([{"kind": "Hang", "job": "a.b", "epoch": 1, "at": time.time()}])
+    patch = json.dumps({"data": {"elsewhere": other, lost: None}})
+    world.kubectl("patch", "configmap", NODE_RECORD, "--type=merge", "-p", patch)
+    world.daemons.lose_rank(f"{NAMESPACE}.losses", 3)
+    last = world.runs_in("losses", 4)["members"][3]["node"]
+    failed = {held_up: ["LostRank"], last: ["LostRank"], "elsewhere": ["Hang"]}
+    wait_for("the records to be merged", lambda: world.node_failures() == failed, WAIT_S)
+    world.kubectl("delete", "configmap", NODE_RECORD)
 
 
 def test_an_operator_that_is_killed_in_a_recovery_finishes_it_once(world: World) -> None:

@@ -201,6 +201,7 @@ LONG = {
     "endpoints-renew",
     "lease-create",
     "lease-renew",
+    "node-record",
     "nodes-watch",
     "coscheduling-watch",
     "revisions-watch",

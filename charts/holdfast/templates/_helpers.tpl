@@ -19,6 +19,7 @@
 {{- define "holdfast.operator" -}}{{ include "holdfast.fullname" . }}-operator{{- end -}}
 {{- define "holdfast.daemon" -}}{{ include "holdfast.fullname" . }}-daemon{{- end -}}
 {{- define "holdfast.control" -}}{{ include "holdfast.fullname" . }}-control{{- end -}}
+{{- define "holdfast.nodeRecord" -}}{{ include "holdfast.fullname" . }}-node-record{{- end -}}
 {{- define "holdfast.redis" -}}{{ include "holdfast.fullname" . }}-redis{{- end -}}
 {{- define "holdfast.test" -}}{{ include "holdfast.fullname" . }}-test{{- end -}}
 

@@ -102,6 +102,22 @@ _HISTORY_EPILOG = """
 """
 
 
+_NODES_EPILOG = """
+  holdfast nodes                       the nodes of the only run on this machine
+  holdfast nodes --context prod        the nodes of a cluster, over all jobs
+  holdfast nodes --forget node-7       clear the record of a node that was repaired
+
+A node that loses ranks, memory or its daemon, holds the others up, or cannot start ranks, is
+remembered. Its score is 2 for a lost node and 1 for all else, and half of that after each half-life
+(2 days, unless the cluster sets operator.nodeRecord.halfLifeHours). From 0.25 on the node is
+avoided: replacements, new members and new jobs take it only if no clean node is free, or only in
+another failure domain. It keeps the members that it has.
+
+In a cluster the record is a ConfigMap in the namespace of the release: reading it needs the right
+to get it, and --forget the right to update it. The operator knows of it within 35 seconds.
+"""
+
+
 _PERSIST_EPILOG = """
   holdfast persist                     the only run on this machine
   holdfast persist llm --wait 60       give up after a minute
@@ -196,6 +212,12 @@ def _history(options: argparse.Namespace) -> int:
     from holdfast_cli.commands.history import history
 
     return int(history(options) or 0)
+
+
+def _nodes(options: argparse.Namespace) -> int:
+    from holdfast_cli.commands.nodes import nodes
+
+    return int(nodes(options) or 0)
 
 
 def _certificates(options: argparse.Namespace) -> int:
@@ -365,6 +387,32 @@ def add_history(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--json", action="store_true", help="print the history as JSON")
     add_cluster(parser, system=True)
     parser.set_defaults(handler=_history)
+
+
+def add_nodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast nodes`."""
+    text = "Show which nodes have failed lately, how, and in which jobs."
+    parser = add_command(commands, "nodes", text, _NODES_EPILOG)
+    parser.add_argument(
+        "job", nargs="?", metavar="JOB", help="of a local run: the job's name, or its file"
+    )
+    add_directory(parser)
+    parser.add_argument(
+        "--forget",
+        action="append",
+        default=[],
+        metavar="NODE",
+        help="clear the record of a node; may be repeated",
+    )
+    parser.add_argument("--json", action="store_true", help="print the record as JSON")
+    parser.add_argument(
+        "--record",
+        default="holdfast-node-record",
+        metavar="NAME",
+        help="in a cluster, the ConfigMap (default: %(default)s)",
+    )
+    add_cluster(parser, system=True)
+    parser.set_defaults(handler=_nodes)
 
 
 def add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -150,6 +150,7 @@ class LocalCluster:
             kill_marked(self.directory.mark())
             self.directory.clear()
             self.directory.make()
+            self.directory.node_failures_file.unlink(missing_ok=True)  # of other nodes
             run = new_record(self.directory, names)
         elif run.job != self.job.key or list(run.nodes) != names:
             raise InvalidJobError(

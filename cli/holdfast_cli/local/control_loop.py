@@ -15,6 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from holdfast_cli.local.directory import RunDirectory, replace_file
+from holdfast_cli.local.node_record import NodeRecord
 from holdfast_cli.local.reporting import status_of
 from holdfast_cli.local.status import Status, TimedEvent, encode, read_status
 from holdfast_cli.local.supervisor import Supervisor
@@ -85,6 +86,7 @@ class ControlLoop:
         self._journal = journal
         self._state = ControlState()
         self._recoveries = Recoveries()
+        self._node_record = NodeRecord(directory.node_failures_file)
         self._clocks = ClockPair(now=time.monotonic(), wall=time.time())
         self._written_at = float("-inf")
         self._job_document: dict[str, Any] = {}
@@ -94,6 +96,9 @@ class ControlLoop:
     def look(self) -> bool:
         """Observe once and act; returns whether there were actions and the job has not ended."""
         self._supervisor.keep_daemons()
+        problem = self._node_record.synchronise()
+        if problem:
+            self._journal.post("NodeRecordUnreadable", f"{problem}; nothing depends on it", True)
         observed = self._observe()
         decision = reconcile(
             self._job, observed, self._state, time.monotonic(), standbys=self._standbys
@@ -103,7 +108,11 @@ class ControlLoop:
         self._state = decision.state
         for event in decision.events:
             self._journal.post(event.reason, event.message, event.warning)
-        self._recoveries.follow(observed, decision, time.time())
+        wall = time.time()
+        self._node_record.note(
+            (each.node, each.failure(self._job.key, wall)) for each in decision.blamed
+        )
+        self._recoveries.follow(observed, decision, wall)
         self._report(observed, decision, forced=forced)
         for action in decision.actions:
             self._carry_out(action)
@@ -121,7 +130,11 @@ class ControlLoop:
                 node = replace(node, connected=False, gone=True)
             elif self._daemon_returns(name, node):
                 node = replace(node, returning=True)
-            nodes[name] = replace(node, disruption=self._directory.notice(name))
+            nodes[name] = replace(
+                node,
+                disruption=self._directory.notice(name),
+                rating=self._node_record.rating(name),
+            )
         return ClusterView(
             nodes=nodes,
             agents=self._supervisor.agents(dead),

@@ -4,6 +4,7 @@
 <run>/lock              held by the control loop
 <run>/nodes.json        the nodes' processes: a control loop that starts again adopts them
 <run>/status.json       what `holdfast status` shows; may be deleted at any time
+<run>/node-failures.json  failures of the nodes; may be deleted at any time
 <run>/dead/<node>       the node was lost, and its processes are not started again
 <run>/notices/<node>    the node will be lost soon; holds the reason
 <run>/exits/<agent>     exit code, written by the agent's launcher
@@ -126,6 +127,10 @@ class RunDirectory:
     @property
     def nodes_file(self) -> Path:
         return self.path / "nodes.json"
+
+    @property
+    def node_failures_file(self) -> Path:
+        return self.path / "node-failures.json"
 
     @property
     def catalogue_file(self) -> Path:

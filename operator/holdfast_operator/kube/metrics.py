@@ -15,6 +15,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from holdfast_core.job.failures import On
 from holdfast_core.metric_definitions import JOB_LABELS, Definition, MetricType
+from holdfast_core.node_failures import FailureKind
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.observe.counters import Outcome
 
@@ -94,6 +95,9 @@ DEFINITIONS: tuple[Definition, ...] = (
         "Time from a lost node's last heartbeat to the creation of the pod that replaces it.",
         _SLOW_S,
     ),
+    _counter("node_failures", "Failures that count against a node.", kind=FailureKind),
+    _counter("nodes_avoided", "Choices in which nodes were avoided because they had failed."),
+    _gauge("nodes_failed", "Nodes that have failed lately, and are avoided."),
     _counter("jobs_ended", "Jobs that ended.", outcome=Outcome),
     _counter("pods_created", "Trainer pods created."),
     _counter("pods_deleted", "Trainer pods deleted.", force=("true", "false")),

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
 
+from holdfast_core.node_failures import CLEAN, Rating
 from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.client.api import Api
 from holdfast_operator.kube.client.endpoints import Endpoints, endpoint_slice
@@ -37,6 +38,7 @@ from holdfast_operator.kube.cluster.daemons import (
     read_revision,
     without_daemon,
 )
+from holdfast_operator.kube.cluster.node_record import NodeRecord
 from holdfast_operator.kube.cluster.nodes import KubeNode, read_node
 from holdfast_operator.kube.cluster.notices import NOTICES
 from holdfast_operator.kube.cluster.room import PlacedPod, Room, read_placed
@@ -122,6 +124,7 @@ class OperatorReplica:
             "nodes": self._watch(NODES, self._nodes),
             "daemons": self._watch_of_daemons(PODS, self._daemon_cache),
         }
+        self._node_record = _record_in(api, options)
         self._room = Room()
         self._room_watches = self._watch_room()
         self._placeholders: Cache[Placeholder] = Cache(read_placeholder, lambda before, now: None)
@@ -213,6 +216,9 @@ class OperatorReplica:
             work += [watch.run() for watch in welcome]
             if options.renew_daemons:
                 work += [self._watch_revisions().run(), self._renewing.run()]
+            if self._node_record is not None:
+                work.append(self._node_record.run())
+                self._metrics.follow("nodes_failed", self._node_record.failed_nodes)
             tasks = [asyncio.create_task(each) for each in work]
             stack.callback(lambda: [task.cancel() for task in tasks])
             for kind, watch in self._watches.items():
@@ -255,6 +261,7 @@ class OperatorReplica:
                 self._room,
                 daemon_returns=self._daemons.returns,
                 requests_of=self._fleet.requests_of,
+                rating_of=self._rating,
                 clock=clock,
             ),
             pods=self._pods,
@@ -278,11 +285,15 @@ class OperatorReplica:
             )
             if self._options.kueue
             else None,
+            node_record=self._node_record,
             insecure=self._options.insecure,
             watch_namespaces=self._options.watch_namespaces,
             outdated=self._renewing.condition,
             status_s=self._fleet.status_s,
         )
+
+    def _rating(self, node: str) -> Rating:
+        return CLEAN if self._node_record is None else self._node_record.rating(node)
 
     def _watch(
         self,
@@ -368,6 +379,13 @@ class OperatorReplica:
         self._fleet.wake(self._server.jobs_on(node.name))
         if self._server.jobs_on(node.name):
             self._fleet.wake(())
+
+
+def _record_in(api: Api, options: Options) -> NodeRecord | None:
+    """The record of nodes' failures; None when none is kept."""
+    if not options.node_record:
+        return None
+    return NodeRecord(api, namespace=options.namespace, name=options.node_record, wall=time.time)
 
 
 def _are_synced(watches: dict[str, Watch]) -> bool:

@@ -62,6 +62,8 @@ class Options:
     """Whether jobs may name a queue of Kueue."""
     notice: tuple[str, ...]
     """More taints and conditions that announce the end of a node."""
+    node_record: str
+    """Name of the ConfigMap with the failures of nodes; empty to remember none."""
     storage_locations: tuple[StorageLocation, ...]
     """Locations that jobs may persist to; empty for none."""
     tls: str
@@ -173,6 +175,13 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a taint's key or a node condition's type that announces the end of a node, besides "
         "those of the usual clouds and autoscalers; may be repeated",
+    )
+    add(
+        "--node-record",
+        default="",
+        metavar="NAME",
+        help="a ConfigMap in the namespace of Holdfast, which exists, for the failures of nodes: "
+        "members go to nodes that have failed less; default: none are remembered",
     )
 
 

@@ -1,6 +1,7 @@
 """Chooses the node of each member: the first placement, moves, spares, changes of addresses.
 
-Pure. Ties break by name, so that a restarted control loop decides the same.
+Pure. Failure domains come first, because parity groups rely on them; then nodes that have failed
+less (`NodeView.rating`); then names, so that a restarted control loop decides the same.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from msgspec.structs import replace as with_fields
+
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.persistence import tier_of
+from holdfast_core.node_failures import CLEAN
 from holdfast_core.protection.groups import form_groups
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import (
@@ -55,6 +59,8 @@ class Moves:
     """Order of the members, where it is not that of their indices."""
     later: dict[int, NodeView] = field(default_factory=dict)
     """Members among these whose agents get ready meanwhile → the node on which they will join."""
+    avoided: dict[int, NodeView] = field(default_factory=dict)
+    """Members in `to` → the node that they would have got, had it not failed so often."""
 
     def away(self, membership: Membership) -> dict[int, str]:
         """Member → the node that it leaves."""
@@ -206,12 +212,12 @@ def would_forget(membership: Membership, saved: Generation | None) -> bool:
 
 def choose_joiners(membership: Membership, nodes: Iterable[NodeView], count: int) -> list[NodeView]:
     """Choose up to `count` nodes for members that join: from the failure domains with the fewest
-    members, then the first by name. New parity groups are formed, so that no group restricts the
-    choice."""
+    members, then the first by `preference`. New parity groups are formed, so that no group
+    restricts the choice."""
     used = Counter(member.domain or member.node for member in membership.members)
     left, chosen = {node.name: node for node in nodes}, list[NodeView]()
     while left and len(chosen) < count:
-        best = min(left.values(), key=lambda node: (used[node.domain or node.name], node.name))
+        best = min(left.values(), key=lambda n: (used[n.domain or n.name], preference(n)))
         used[best.domain or best.name] += 1
         chosen.append(left.pop(best.name))
     return chosen
@@ -224,14 +230,39 @@ def choose_spare(
     settled: Mapping[int, Member],
 ) -> NodeView | None:
     """Choose the spare that replaces `member`'s node: one outside the failure domains of its parity
-    group if there is one, then the first by name. `settled` holds the members that have a node."""
+    group if there is one, then the first by `preference`. `settled` holds the members that have a
+    node."""
     taken = {
         settled[other].domain or settled[other].node
         for other in membership.group_of(member)
         if other != member and other in settled
     }
-    ranked = sorted(spares, key=lambda node: ((node.domain or node.name) in taken, node.name))
-    return ranked[0] if ranked else None
+    return min(
+        spares,
+        key=lambda node: ((node.domain or node.name) in taken, preference(node)),
+        default=None,
+    )
+
+
+def preference(node: NodeView) -> tuple[float, str]:
+    """Sort key of nodes that are equally good otherwise: first those that have failed less, then by
+    name."""
+    return node.rating.score, node.name
+
+
+def unrated(nodes: Iterable[NodeView]) -> list[NodeView]:
+    """The nodes as if none of them had ever failed."""
+    return [with_fields(node, rating=CLEAN) if node.rating.score else node for node in nodes]
+
+
+def avoided_in_words(chosen: Sequence[NodeView], avoided: Sequence[NodeView]) -> str:
+    """Text on which nodes were taken, and which of those before them by name were not because they
+    have failed."""
+    clean = not any(node.rating.score for node in chosen)
+    state = "have failed less" if not clean else "are clean" if len(chosen) > 1 else "is clean"
+    state = "has failed less" if not clean and len(chosen) == 1 else state
+    instead = listed(f"{node.name} ({node.rating.text})" for node in avoided)
+    return f"took {listed(node.name for node in chosen)}, which {state}, instead of {instead}"
 
 
 def refreshed(membership: Membership, nodes: Mapping[str, NodeView]) -> Membership:

@@ -114,6 +114,7 @@ from holdfast_operator.reconciler.rules import (
     Observation,
     RuleResult,
     end,
+    note_avoided,
     publish,
     run_rules,
     stop,
@@ -158,6 +159,7 @@ def reconcile(
         state=result.state,
         actions=observation.pods.select_actions(result.actions),
         conditions=_conditions(observation, result.state, waiting),
+        blamed=result.blamed,
         events=result.events,
         shortage=shortage_of(observation, result.state),
         reason=waiting or "all is as it should be",
@@ -274,6 +276,8 @@ def _form_first(observation: Observation, state: ControlState) -> RuleResult:
     result = result.post(
         EventReason.SCHEDULED, f"members {members}; epoch {membership.epoch} begins"
     )
+    by_name, _ = observation.pods.choose_nodes(observation.unrated(), state)
+    result = result.then(note_avoided(observation, result.state, nodes, by_name))
     return result.then(start_missing(observation, result.state, membership)).wait()
 
 

@@ -30,6 +30,7 @@ from holdfast_operator.reconciler.observe.views import (
     Action,
     AgentState,
     AgentView,
+    BlamedNode,
     ClusterView,
     ControlState,
     DropJob,
@@ -42,7 +43,13 @@ from holdfast_operator.reconciler.observe.views import (
     StopAgent,
     Succeed,
 )
-from holdfast_operator.reconciler.placement import Moves, following, member_at
+from holdfast_operator.reconciler.placement import (
+    Moves,
+    avoided_in_words,
+    following,
+    member_at,
+    unrated,
+)
 
 INATTENTIVE_HEARTBEATS = 2.0
 """Pause between two turns, in heartbeats. After a longer one, earlier silence proves nothing."""
@@ -120,12 +127,24 @@ class Observation:
         attentive = self.now - state.looked_at <= INATTENTIVE_HEARTBEATS * heartbeat_s
         views = (node.job for node in self.cluster.nodes.values())
         seen = [view.epoch for view in views if view is not None]
+        announced = (
+            node.name
+            for node in self.cluster.nodes.values()
+            if node.disruption
+            or (node.name in state.announced and (node.gone or not node.connected))
+        )
         return replace(
             state,
+            announced=frozenset(announced),
             looked_at=self.now,
             attentive_since=state.attentive_since if attentive else self.now,
             epoch=max(state.epoch, *seen, 0),
         )
+
+    def unrated(self) -> Observation:
+        """The same, as if no node had ever failed."""
+        nodes = {node.name: node for node in unrated(self.cluster.nodes.values())}
+        return replace(self, cluster=replace(self.cluster, nodes=nodes))
 
     def candidates(self, state: ControlState) -> list[NodeView]:
         """Nodes that could take a member now."""
@@ -167,6 +186,8 @@ class RuleResult:
     state: ControlState
     actions: tuple[Action, ...] = ()
     events: tuple[Event, ...] = ()
+    blamed: tuple[BlamedNode, ...] = ()
+    """Failures that count against nodes."""
     waiting: str | None = None
     """Why the turn ends here: what the job waits for, or an empty text if it waits for nothing.
     None lets the next rule run."""
@@ -177,6 +198,7 @@ class RuleResult:
             state=following.state,
             actions=self.act(*following.actions).actions,
             events=(*self.events, *following.events),
+            blamed=(*self.blamed, *following.blamed),
             waiting=following.waiting,
         )
 
@@ -191,6 +213,10 @@ class RuleResult:
         """Add an event."""
         event = Event(reason=reason, message=message, warning=warning)
         return replace(self, events=(*self.events, event))
+
+    def blame(self, *failures: BlamedNode) -> RuleResult:
+        """Add failures that count against nodes."""
+        return replace(self, blamed=(*self.blamed, *failures)) if failures else self
 
     def wait(self, text: str = "") -> RuleResult:
         """End the turn with this result."""
@@ -241,6 +267,28 @@ def end(
         .post(EventReason(outcome), reason, warning=not well)
         .wait()
     )
+
+
+def note_avoided(
+    observation: Observation,
+    state: ControlState,
+    chosen: Iterable[NodeView],
+    otherwise: Iterable[NodeView],
+) -> RuleResult:
+    """Emit an event when nodes were chosen because others have failed.
+
+    Args:
+        otherwise: nodes that would have been chosen if no node had ever failed.
+    """
+    rated = observation.cluster.nodes
+    names = {node.name for node in chosen}
+    before = {node.name for node in otherwise}
+    avoided = [rated[name] for name in sorted(before - names)]
+    if not avoided:
+        return RuleResult(state)
+    instead = [rated[name] for name in sorted(names - before)]
+    text = avoided_in_words(instead, avoided)
+    return RuleResult(state).post(EventReason.NODE_AVOIDED, text)
 
 
 def stop(observation: Observation, state: ControlState, agents: Iterable[AgentView]) -> RuleResult:

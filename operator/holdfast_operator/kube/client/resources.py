@@ -34,6 +34,7 @@ class Resource:
 
 
 JOBS = Resource(GROUP, VERSION, "moetrainingjobs")
+CONFIG_MAPS = Resource("", "v1", "configmaps")
 SECRETS = Resource("", "v1", "secrets")
 DAEMON_SETS = Resource("apps", "v1", "daemonsets")
 PODS = Resource("", "v1", "pods")

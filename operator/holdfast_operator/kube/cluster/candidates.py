@@ -1,7 +1,8 @@
 """Chooses the nodes that one job considers: its own, and enough others to take its members.
 
 A job sees no more of the cluster than it can use, so that its cost grows only with its own size.
-The least used nodes come first, so that jobs placed at the same time choose different ones.
+Nodes that have failed less come first; among these the least used, so that jobs placed at the same
+time choose different ones.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from holdfast_core.node_failures import Rating, with_problem
 from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.client.amounts import Amounts, total
 from holdfast_operator.kube.client.watches import Cache
@@ -32,6 +34,7 @@ class CandidateNodes:
         daemon_returns: whether the daemon of a node is about to come back; gets the node's name and
             the time of the newest heartbeat.
         requests_of: amounts that a member of a job requests, by the job's key.
+        rating_of: how a node has done lately.
     """
 
     def __init__(
@@ -42,10 +45,12 @@ class CandidateNodes:
         *,
         daemon_returns: Callable[[str, float], bool],
         requests_of: Callable[[str], Amounts],
+        rating_of: Callable[[str], Rating],
         clock: Callable[[], float],
     ) -> None:
         self._server, self._nodes, self._room, self._clock = server, nodes, room, clock
         self._daemon_returns, self._requests_of = daemon_returns, requests_of
+        self._rating_of = rating_of
         self._started_at = clock()
         self._order: list[str] = []
         self._sorted_at = float("-inf")
@@ -103,6 +108,7 @@ class CandidateNodes:
             wants,
             taken=self._taken(name, key, wants),
             returning=self._daemon_returns(name, heartbeat_at),
+            rating=self._rating_of(name),
         )
 
     def _taken(self, name: str, key: str, wants: Wants) -> Amounts:
@@ -113,9 +119,16 @@ class CandidateNodes:
         return total([self._room.taken(name), *map(self._requests_of, there - {key})])
 
     def _by_use(self) -> list[str]:
-        """Nodes whose daemons are connected, those with the fewest jobs first."""
+        """Nodes whose daemons are connected: first those that have failed less, then those with
+        fewer jobs."""
         if self._clock() - self._sorted_at >= SORTED_S:
             self._sorted_at = self._clock()
             connected = [name for name, view in self._server.nodes().items() if view.connected]
-            self._order = sorted(connected, key=lambda n: (len(self._server.jobs_on(n)), n))
+            self._order = sorted(
+                connected, key=lambda n: (self._score(n), len(self._server.jobs_on(n)), n)
+            )
         return self._order
+
+    def _score(self, name: str) -> float:
+        node = self._nodes.get("", name)
+        return with_problem(self._rating_of(name), "" if node is None else node.problem).score

@@ -13,9 +13,10 @@ from functools import cached_property
 from msgspec.structs import replace
 
 from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.node_failures import CLEAN, Rating, with_problem
 from holdfast_operator.kube.client.amounts import Amounts, amount, amounts, lacking
 from holdfast_operator.kube.client.api import Object
-from holdfast_operator.kube.cluster.notices import NOTICES, notice_of
+from holdfast_operator.kube.cluster.notices import NOTICES, notice_of, problem_of
 from holdfast_operator.reconciler.observe.views import NodeView
 
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
@@ -45,6 +46,8 @@ class KubeNode:
     allocatable: Mapping[str, float] = field(default_factory=dict)
     leaving: str = ""
     """Reason why the node will be taken away soon; empty when none was announced."""
+    problem: str = ""
+    """What its conditions say is wrong with it, in words; empty when nothing is."""
 
     @cached_property
     def out_of_service(self) -> bool:
@@ -82,6 +85,7 @@ def read_node(raw: Object, notices: Collection[str] = NOTICES) -> KubeNode:
             name: amount(text) for name, text in (status.get("allocatable") or {}).items()
         },
         leaving=notice_of(raw, notices),
+        problem=problem_of(raw),
     )
 
 
@@ -127,6 +131,7 @@ def node_view(
     *,
     taken: Amounts = (),
     returning: bool = False,
+    rating: Rating = CLEAN,
 ) -> NodeView:
     """View of the node for the reconciler. `node` is None when the API has no such object (any
     more). `reported` is None when no daemon has connected to this process yet: then nothing is
@@ -139,6 +144,7 @@ def node_view(
         gone=node.out_of_service,
         returning=returning and node.ready,
         disruption=node.leaving,
+        rating=with_problem(rating, node.problem),
         domain=node.labels.get(wants.domain_label, ""),
         schedulable=(reported is None or has_memory(reported, wants))
         and not unfit(node, wants, taken),

@@ -1,7 +1,8 @@
-"""Taints and conditions that announce the end of a node. Pure.
+"""Taints and conditions that announce the end of a node, and conditions that name a problem. Pure.
 
-Clouds, autoscalers and their add-ons each use a taint or a condition of their own; Kubernetes
-defines none. More can be named on the operator's command line.
+Clouds, autoscalers and their add-ons each use a taint or a condition of their own for the end of a
+node; Kubernetes defines none. More can be named on the operator's command line. A problem does not
+end a node: members stay where they are, and new ones prefer other nodes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,52 @@ NOTICES = frozenset(
 )
 """Keys of taints, and types of conditions. Those that also announce a mere pause are not listed,
 such as AKS's condition VMEventScheduled."""
+
+PROBLEMS = frozenset(
+    {
+        # of the kubelet and of network plugins
+        "DiskPressure",
+        "MemoryPressure",
+        "NetworkUnavailable",
+        "PIDPressure",
+        # of node-problem-detector
+        "ContainerRuntimeProblem",
+        "ContainerRuntimeUnhealthy",
+        "CorruptDockerOverlay2",
+        "FilesystemCorruptionProblem",
+        "FrequentContainerdRestart",
+        "FrequentDockerRestart",
+        "FrequentKubeletRestart",
+        "FrequentUnregisterNetDevice",
+        "KernelDeadlock",
+        "KubeletProblem",
+        "KubeletUnhealthy",
+        "ReadonlyFilesystem",
+        # of NVSentinel
+        "GpuDriverWatch",
+        "GpuInforomWatch",
+        "GpuMcuWatch",
+        "GpuMemWatch",
+        "GpuNvlinkWatch",
+        "GpuNvswitchFatalWatch",
+        "GpuPcieWatch",
+        "GpuPmuWatch",
+        "GpuPowerWatch",
+        "GpuSmWatch",
+        "GpuThermalWatch",
+        "SysLogsGPUFallenOff",
+        "SysLogsSXIDError",
+        "SysLogsXIDError",
+    }
+)
+"""Types of conditions that are `True` while something is wrong with the node."""
+
+
+def problem_of(raw: Object) -> str:
+    """The first problem that the node's conditions name, in words; empty without one."""
+    conditions = (raw.get("status") or {}).get("conditions") or []
+    true = {c.get("type") for c in conditions if c.get("status") == "True"}
+    return next((f"condition {kind}" for kind in sorted(PROBLEMS & true)), "")
 
 
 def notice_of(raw: Object, names: Collection[str] = NOTICES) -> str:

@@ -38,6 +38,7 @@ from holdfast_operator.reconciler.observe.views import (
     ControlState,
     Decision,
     Event,
+    EventReason,
     NodeView,
     PublishMembership,
     Refusal,
@@ -286,6 +287,7 @@ class JobLoop:
         for event in decision.events:
             world.recorder.post(self._resource, event)
         self._recovery_log.follow(job, before, observed, decision, world.clocks.at_wall(now))
+        self._note_failures(job, decision, world.clocks.at_wall(now))
         self._report_refused_pods(decision)
 
         # Remember, before anything is done: an operator that starts again needs the status.
@@ -315,6 +317,16 @@ class JobLoop:
         pause = pause_s(job, decision, late=late, failed=unmade, now=now)
         due_at = self._writer.due_at
         return pause if due_at is None else min(pause, max(0.0, due_at - now))
+
+    def _note_failures(self, job: MoETrainingJob, decision: Decision, wall: float) -> None:
+        """Count what has failed on which node, and what was avoided, and have it remembered."""
+        metrics, record = self._world.metrics, self._world.node_record
+        for failure in decision.blamed:
+            metrics.add("node_failures", kind=failure.kind.value)
+        avoided = [event for event in decision.events if event.reason == EventReason.NODE_AVOIDED]
+        metrics.add("nodes_avoided", len(avoided))
+        if record is not None and decision.blamed:
+            record.note((each.node, each.failure(job.key, wall)) for each in decision.blamed)
 
     def _surroundings(self) -> list[Condition]:
         """Conditions that the job's surroundings impose on it."""

@@ -12,6 +12,7 @@ from holdfast_operator.kube.client.events import Recorder
 from holdfast_operator.kube.client.times import ClockPair
 from holdfast_operator.kube.cluster.attention import Attention
 from holdfast_operator.kube.cluster.candidates import CandidateNodes
+from holdfast_operator.kube.cluster.node_record import NodeRecord
 from holdfast_operator.kube.kueue.queueing import Queues
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pods.placeholders import Placeholders
@@ -41,6 +42,8 @@ class LoopContext:
     """Locations that jobs may persist to."""
     queues: Queues | None = None
     """Kueue; None when the operator works without."""
+    node_record: NodeRecord | None = None
+    """Failures of nodes; None when they are not remembered."""
     insecure: bool = False
     """Whether daemons and operator run without certificates."""
     watch_namespaces: Collection[str] = ()

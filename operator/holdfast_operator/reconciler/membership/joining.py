@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.node_failures import FailureKind
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.observe.counters import Setback
 from holdfast_operator.reconciler.observe.evidence import UNSCHEDULABLE_S, is_unschedulable
@@ -23,14 +24,15 @@ from holdfast_operator.reconciler.observe.text import exit_in_words
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
     AgentView,
+    BlamedNode,
     ClusterView,
     ControlState,
     EventReason,
     NodeView,
     StartAgent,
 )
-from holdfast_operator.reconciler.placement import choose_joiners
-from holdfast_operator.reconciler.rules import Observation, RuleResult, stop
+from holdfast_operator.reconciler.placement import choose_joiners, unrated
+from holdfast_operator.reconciler.rules import Observation, RuleResult, note_avoided, stop
 
 PAUSE_S, PAUSE_S_MAX = 30.0, 3600.0
 """Pause before a member may join again on a node where one joined, or its agent ended, and the
@@ -109,6 +111,8 @@ def prepare(observation: Observation, state: ControlState, membership: Membershi
         free = free_nodes(observation, result.state, membership, taken)
         absent = [m for m in absent_members(observation.job, membership) if m not in kept]
         chosen = choose_joiners(membership, free, len(absent))
+        plain = choose_joiners(membership, unrated(free), len(absent))
+        result = result.then(note_avoided(observation, result.state, chosen, plain))
         kept.update((m, node.name) for m, node in zip(absent, chosen, strict=False))
     strays = [
         agent
@@ -233,6 +237,10 @@ def _note_ends(observation: Observation, state: ControlState, membership: Member
             f"which disturbs nobody; the node is tried again in {pause_s:g} s"
         )
         result = result.post(EventReason.JOINER_EXITED, text, warning=True)
+        if agent.exit_code and not agent.disruption:
+            result = result.blame(
+                BlamedNode(node=agent.node, kind=FailureKind.FAILED_START, epoch=state.epoch)
+            )
     return result
 
 

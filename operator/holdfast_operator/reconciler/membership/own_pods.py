@@ -15,7 +15,7 @@ from holdfast_operator.reconciler.observe.evidence import Cause
 from holdfast_operator.reconciler.observe.protection import ParityGroups
 from holdfast_operator.reconciler.observe.text import listed
 from holdfast_operator.reconciler.observe.views import Action, ControlState, NodeView
-from holdfast_operator.reconciler.placement import Moves
+from holdfast_operator.reconciler.placement import Moves, preference
 from holdfast_operator.reconciler.rules import Observation, PodStrategy
 
 REFUSALS_SHOWN = 4
@@ -78,12 +78,14 @@ class OwnPods(PodStrategy):
 
 
 def _in_order(state: ControlState, ready: list[NodeView], need: int) -> list[NodeView]:
-    """The nodes of the first `need` members. A member that was placed before stays where it was: a
-    daemon that has lost its record of the epoch may still hold its snapshots."""
-    there = {node.name: node for node in sorted(ready, key=lambda node: node.name)}
+    """The nodes of the first `need` members, by name. A member that was placed before stays where
+    it was: a daemon that has lost its record of the epoch may still hold its snapshots. For others
+    the nodes that have failed least are taken."""
     homes = state.homes if len(state.homes) == need else ()
-    others = iter([node for name, node in there.items() if name not in homes])
-    return [there.get(home) or next(others) for home in homes] or list(there.values())[:need]
+    there = {node.name: node for node in ready if node.name in homes}
+    others = sorted((node for node in ready if node.name not in homes), key=preference)
+    taken = iter(sorted(others[: need - len(there)], key=lambda node: node.name))
+    return [there.get(home) or next(taken) for home in homes] or list(taken)
 
 
 def _why_not_others(observation: Observation, absent: list[str]) -> str:

@@ -14,6 +14,7 @@ from holdfast_core.exit_codes import BEGINS_ANEW
 from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule
 from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.reconciler.failures.blaming import blamed_nodes
 from holdfast_operator.reconciler.failures.failure_rules import distinguishes_exit_codes
 from holdfast_operator.reconciler.failures.trainer_failures import (
     fail_alike,
@@ -47,6 +48,7 @@ from holdfast_operator.reconciler.rules import (
     Observation,
     RuleResult,
     end,
+    note_avoided,
     publish_next,
     run_rules,
     stop,
@@ -170,6 +172,12 @@ def _await_nodes(observation: Observation, state: ControlState, case: _Case) -> 
     return RuleResult(state)
 
 
+def _blame(observation: Observation, state: ControlState, case: _Case) -> RuleResult:
+    """Note which nodes the failures count against, once, as no rule after this one waits."""
+    blamed = blamed_nodes(observation, state, case.membership, case.causes, case.rules)
+    return RuleResult(state).blame(*blamed)
+
+
 def _fail_alike(observation: Observation, state: ControlState, case: _Case) -> RuleResult:
     return fail_alike(observation, state, case.membership, case.causes, case.rules)
 
@@ -214,7 +222,10 @@ def _begin(observation: Observation, state: ControlState, case: _Case) -> RuleRe
     )
     response = _response(observation, result.state, case)
     text = f"{case.text}; {response} in epoch {result.state.epoch}"
-    return result.post(EventReason.RECOVERING, text, warning=True).wait()
+    result = result.post(EventReason.RECOVERING, text, warning=True)
+    avoided = case.moves.avoided
+    chosen = [case.moves.to[member] for member in avoided]
+    return result.then(note_avoided(observation, result.state, chosen, avoided.values())).wait()
 
 
 def _response(observation: Observation, begun: ControlState, case: _Case) -> str:
@@ -236,6 +247,7 @@ _RULES = (
     _fail_by_rule,
     _pause,
     _await_nodes,
+    _blame,
     _fail_alike,
     _count,
     _begin,

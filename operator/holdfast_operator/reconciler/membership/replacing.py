@@ -17,7 +17,7 @@ from holdfast_operator.reconciler.membership.joining import places
 from holdfast_operator.reconciler.observe.evidence import Cause
 from holdfast_operator.reconciler.observe.protection import ParityGroups
 from holdfast_operator.reconciler.observe.views import ControlState
-from holdfast_operator.reconciler.placement import Moves, choose_spare, member_at
+from holdfast_operator.reconciler.placement import Moves, choose_spare, member_at, unrated
 from holdfast_operator.reconciler.rules import Observation
 
 _REPLACING = (RuleAction.REPLACE_NODE, RuleAction.SHRINK)
@@ -68,6 +68,10 @@ class _Mover:
             return
         spare = choose_spare(self.membership, member, self.spares.values(), self.settled)
         if spare is not None:
+            others = unrated(self.spares.values())
+            by_name = choose_spare(self.membership, member, others, self.settled)
+            if by_name is not None and by_name.name != spare.name:
+                self.moves.avoided[member] = self.spares[by_name.name]
             self.moves.to[member] = self.spares.pop(spare.name)
             if cause.voluntary and not cause.stuck:
                 self.moves.on_notice.append(member)

@@ -15,12 +15,14 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
+from holdfast_core.node_failures import FailureKind
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.membership.joining import places
 from holdfast_operator.reconciler.observe.lookups import suspension_of
 from holdfast_operator.reconciler.observe.text import exit_in_words
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
+    BlamedNode,
     ControlState,
     EventReason,
     NodeView,
@@ -28,7 +30,7 @@ from holdfast_operator.reconciler.observe.views import (
     StartStandby,
     StopStandby,
 )
-from holdfast_operator.reconciler.placement import choose_spare
+from holdfast_operator.reconciler.placement import choose_spare, preference
 from holdfast_operator.reconciler.rules import Observation, RuleResult
 
 PAUSE_S, PAUSE_S_MAX = 1.0, 60.0
@@ -76,6 +78,9 @@ def _note_exits(
             pause_s = _not_before(recent[standby.node]) - observation.now
             text = f"the standby agent on {standby.node} {how}; starting it again in {pause_s:g} s"
             result = result.post(EventReason.STANDBY_EXITED, text, warning=True)
+            result = result.blame(
+                BlamedNode(node=standby.node, kind=FailureKind.FAILED_START, epoch=state.epoch)
+            )
     return replace(result, state=replace(state, standby_exits=recent))
 
 
@@ -135,7 +140,7 @@ def _spares(
 
 def _taken_first(membership: Membership, spares: list[NodeView], count: int) -> list[str]:
     """The spares that would be taken first when a member is lost, `count` at most: first the spares
-    that most members would take, then by name."""
+    that most members would take, then by `preference`."""
     first: Counter[str] = Counter()
     if len(spares) > count:
         settled = {member.index: member for member in membership.members}
@@ -143,5 +148,5 @@ def _taken_first(membership: Membership, spares: list[NodeView], count: int) -> 
             spare = choose_spare(membership, index, spares, settled)
             assert spare is not None, "there are spares"
             first[spare.name] += 1
-    ranked = sorted(spares, key=lambda node: (-first[node.name], node.name))
+    ranked = sorted(spares, key=lambda node: (-first[node.name], preference(node)))
     return [node.name for node in ranked[:count]]

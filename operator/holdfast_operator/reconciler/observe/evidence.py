@@ -91,6 +91,8 @@ class Cause:
     """Whether an earlier recovery has counted this cause: it waits for it, or has led to it."""
     awaits_code: bool = False
     """Whether the agent may still report the rank's exit code."""
+    culprit: bool = False
+    """Whether a hang is known to come from this member alone."""
 
     @property
     def ended_by_holdfast(self) -> bool:
@@ -409,8 +411,12 @@ def _hang(
         f"no progress of any rank for {idle_s:.1f} s; {ranks_in_words(named)} idle for "
         f"{longest_s:.1f} s at step {behind_step}{found}"
     )
-    if diagnosis is not None and len({*map(membership.member_of, diagnosis.culprits)}) == 1:
-        named = sorted(diagnosis.culprits)
+    # Ranks of one member that are a step behind hold the others up, if no inspection names any.
+    homes = {membership.member_of(rank.rank) for rank in behind}
+    culprit = len(homes) == 1 and len(behind) < len(ranks)
+    if diagnosis is not None and diagnosis.culprits:
+        culprit = len({*map(membership.member_of, diagnosis.culprits)}) == 1
+        named = sorted(diagnosis.culprits) if culprit else named
     member = membership.member_of(named[0])
     hung = frozenset(named).intersection(membership.ranks_of(member))
-    yield Cause(on=On.HANG, text=text, member=member, ranks=hung)
+    yield Cause(on=On.HANG, text=text, member=member, ranks=hung, culprit=culprit)

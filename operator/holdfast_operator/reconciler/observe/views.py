@@ -21,6 +21,7 @@ from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.inspections import InspectedProcess
 from holdfast_core.job.status import ConditionStatus
+from holdfast_core.node_failures import CLEAN, FailureKind, NodeFailure, Rating, mark_of
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import EndReason, RankHealth, RestoreSource
@@ -159,6 +160,9 @@ class NodeView(Struct, frozen=True, kw_only=True, gc=False):
     disruption: str = ""
     """Why the node will be taken away soon, in words, such as a spot node's termination notice;
     empty without any notice."""
+    rating: Rating = CLEAN
+    """How the node has done lately, in all jobs. A preference and nothing else: a node that may
+    take a member may do so with any rating."""
     job: JobView | None = None
     """None when the daemon holds nothing of the job."""
 
@@ -439,6 +443,7 @@ class EventReason(StrEnum):
     SLOW_START = "SlowStart"
     WORKS_UNPROTECTED = "WorksUnprotected"
     SLOW_END = "SlowEnd"
+    NODE_AVOIDED = "NodeAvoided"
     LAST_LINES = "LastLines"
     AGENT_ENDED = "AgentEnded"
     OUT_OF_MEMORY = "OutOfMemory"
@@ -516,6 +521,8 @@ class ControlState(Counters):
     """When a rank was first seen lost whose exit code the failure rules depend on."""
     unfit: frozenset[str] = frozenset()
     """Nodes on which an agent could not be scheduled since all members last trained."""
+    announced: frozenset[str] = frozenset()
+    """Nodes whose end was announced, also when it has come."""
     silent: frozenset[str] = frozenset()
     """Members' nodes whose silence was reported by an event."""
     carried: frozenset[int] = frozenset()
@@ -559,11 +566,29 @@ class Shortage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BlamedNode:
+    """A failure that counts against a node. The adapter records it, with the time."""
+
+    node: str
+    kind: FailureKind
+    epoch: int
+    essence: str = ""
+    """What its last lines have in common with those of a failure like it, if it may be the
+    script's; else empty."""
+
+    def failure(self, job: str, at: float) -> NodeFailure:
+        """The failure as it is recorded, of the job with this key, `at` seconds of Unix time."""
+        mark = mark_of(self.essence)
+        return NodeFailure(kind=self.kind, job=job, epoch=self.epoch, at=at, alike=mark)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     """Actions to carry out, in order, and why."""
 
     state: ControlState
     actions: tuple[Action, ...] = ()
+    blamed: tuple[BlamedNode, ...] = ()
     conditions: tuple[Condition, ...] = ()
     events: tuple[Event, ...] = ()
     shortage: Shortage = Shortage()

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -64,6 +65,8 @@ class ApiServer(ThreadingHTTPServer):
             PODS: {"items": [pod(1), pod(0)]},
         }
         self.changes: list[tuple[str, str]] = []
+        self.conflicts = 0
+        """Number of writes before which somebody else writes the same object."""
         self.queries: list[dict[str, list[str]]] = []
 
     @property
@@ -106,6 +109,20 @@ class _Handler(BaseHTTPRequestHandler):
         if "holdfast.dev/resume" in asked:
             found["status"]["phase"] = "Starting"
         self._answer(200, json.dumps(found).encode())
+
+    def do_PUT(self) -> None:
+        path = self._path()
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        found = self.server.objects[path]["metadata"]
+        self.server.changes.append(("put", path))
+        if self.server.conflicts:
+            self.server.conflicts -= 1
+            found["resourceVersion"] += "1"
+        if body["metadata"]["resourceVersion"] != found["resourceVersion"]:
+            self._answer(409, b'{"message": "it has changed", "reason": "Conflict"}')
+            return
+        self.server.objects[path] = body
+        self._answer(200, json.dumps(body).encode())
 
     def do_DELETE(self) -> None:
         self.server.changes.append(("delete", self._path()))
@@ -447,3 +464,59 @@ def test_pods_that_another_controller_has_let_change_places_are_known_by_its_num
     server.objects[PODS]["items"].clear()
     assert main(["inject", "kill-rank", "3", *chosen]) == 2
     assert "has no pod of member 1 now" in capsys.readouterr().err
+
+
+RECORD = f"{SYSTEM}/configmaps/holdfast-node-record"
+
+
+def recorded(server: ApiServer) -> None:
+    """Let the operator have recorded failures of two nodes."""
+    failure = {"kind": "LostRank", "job": "team-a.llm", "epoch": 3, "at": time.time() - 7000}
+    texts = {"n7": json.dumps([{**failure, "kind": "LostNode"}, failure]), "n8": "?"}
+    texts |= {"n9": json.dumps([failure])}
+    annotations = {"holdfast.dev/half-life-hours": "24"}
+    metadata = {"name": "holdfast-node-record", "resourceVersion": "5", "annotations": annotations}
+    server.objects[RECORD] = {"kind": "ConfigMap", "metadata": metadata, "data": texts}
+
+
+def test_nodes_that_have_failed_are_listed_with_the_half_life_of_the_cluster(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded(server)
+    assert main(["nodes", "--context", "c"]) == 0
+    out, err = capsys.readouterr()
+    assert "rank lost, team-a.llm in epoch 3, 2 hours ago" in out
+    assert "a failure counts half after 24 hours" in out
+    assert "n8: no list of failures" in err
+    assert main(["nodes", "--context", "c", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["half_life_hours"] == 24
+    assert [(each["name"], each["avoided"]) for each in found["nodes"]] == [
+        ("n7", True),
+        ("n9", True),
+    ]
+    assert server.changes == []
+
+
+def test_a_repaired_node_is_forgotten_although_the_operator_writes_too(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded(server)
+    server.conflicts = 2
+    assert main(["nodes", "--context", "c", "--forget", "n7"]) == 0
+    assert "the failures of n7 are forgotten" in capsys.readouterr().out
+    assert [verb for verb, _ in server.changes] == ["put"] * 3
+    body = server.objects[RECORD]
+    assert set(body["data"]) == {"n9"}
+    assert body["metadata"]["annotations"] == {"holdfast.dev/half-life-hours": "24"}
+    assert main(["nodes", "--context", "c", "--forget", "n7"]) == 2
+    expected = "no failures of n7 are recorded; there are those of n9"
+    assert expected in capsys.readouterr().err
+
+
+def test_a_cluster_that_remembers_no_failures_says_how_to_have_it_do_so(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["nodes", "--context", "c"]) == 2
+    error = capsys.readouterr().err
+    assert "operator.nodeRecord.enabled" in error and "--system-namespace" in error

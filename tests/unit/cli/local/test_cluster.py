@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +23,14 @@ from holdfast_cli.local import Commands, LocalCluster, LocalSettings, Status, re
 from holdfast_cli.local.cluster import held_bytes
 from holdfast_cli.local.directory import RunDirectory
 from holdfast_cli.local.faults import kill_node
+from holdfast_cli.local.node_record import read_record, write_record
 from holdfast_cli.local.processes import kill_marked, marked_processes
 from holdfast_cli.local.supervisor import Supervisor
 from holdfast_cli.main import main
 from holdfast_core.errors import InvalidJobError, MemoryBudgetError, StorageError, UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import ConditionStatus, StrengthStatus
+from holdfast_core.node_failures import FailureKind, NodeFailure
 from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_operator.reconciler.observe.views import ConditionType
 
@@ -137,6 +140,9 @@ def test_a_rank_a_daemon_and_a_node_can_be_lost(run_directory: Path) -> None:
             last = status.local.recoveries[-1]
             assert "member 1 lost with node n1" in last.cause
             assert last.epoch == 3 and last.source == "local"
+            record, _ = read_record(cluster.directory.node_failures_file, time.time())
+            found = {(node, each.kind, each.epoch) for node in record for each in record[node]}
+            assert found == {("n0", "LostRank", 1), ("n1", "LostNode", 2)}
             with pytest.raises(InvalidJobError, match="node n1 is lost already"):
                 await cluster.kill_node("n1")
 
@@ -478,14 +484,18 @@ def command_of(pid: int) -> list[bytes]:
 @pytest.mark.slow
 def test_a_node_that_was_lost_while_no_control_loop_ran_is_replaced(run_directory: Path) -> None:
     async def scenario() -> None:
-        first = LocalCluster(tiny_job(missed=QUICK), settings(run_directory))
+        job = tiny_job(spares=2, missed=QUICK)
+        first = LocalCluster(job, settings(run_directory))
         await first.start()
         await first.wait_for(runs_in(1), timeout_s=WAIT_S)
         await first.detach()
         await first.kill_node("n0")
-        async with LocalCluster(tiny_job(missed=QUICK), settings(run_directory)) as second:
+        hang = NodeFailure(kind=FailureKind.HANG, job=job.key, epoch=1, at=time.time())
+        write_record(first.directory.node_failures_file, {"n2": (hang,)})
+        async with LocalCluster(job, settings(run_directory)) as second:
             status = await second.wait_for(runs_in(2), timeout_s=WAIT_S)
-            assert [member.node for member in status.local.members] == ["n2", "n1"]
+            assert [member.node for member in status.local.members] == ["n3", "n1"]
+            assert any(event.reason == "NodeAvoided" for event in second.events)
 
     asyncio.run(scenario())
 

@@ -122,6 +122,7 @@ class FailingOver(World):
         self.decision = reconcile(self.job, self.observed(), self.state, self.now)
         self.state = self.decision.state
         self.events.extend(self.decision.events)
+        self.record_failures(self.decision)
         return self.decision
 
     def store(self, decision: Decision) -> None:

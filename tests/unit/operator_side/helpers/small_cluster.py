@@ -24,6 +24,7 @@ from holdfast_operator.kube.client.times import ClockPair
 from holdfast_operator.kube.client.watches import Cache, Watch
 from holdfast_operator.kube.cluster.attention import Attention
 from holdfast_operator.kube.cluster.candidates import CandidateNodes
+from holdfast_operator.kube.cluster.node_record import NodeRecord
 from holdfast_operator.kube.cluster.nodes import KubeNode, read_node
 from holdfast_operator.kube.cluster.room import Room
 from holdfast_operator.kube.job.fleet import Fleet
@@ -258,6 +259,9 @@ class SmallCluster:
         self.recorder = Recorder(
             self.api, instance="op", clock=clock, wall=time.time, on_drop=lambda: None
         )
+        self.node_record = NodeRecord(
+            self.api, namespace="hf", name="holdfast-nodes", wall=time.time
+        )
         self.fleet.begin(self._context(clock, queues if kueue else None, insecure=insecure))
 
     def _context(
@@ -274,6 +278,7 @@ class SmallCluster:
                 Room(),
                 daemon_returns=lambda node, heartbeat_at: False,
                 requests_of=self.fleet.requests_of,
+                rating_of=self.node_record.rating,
                 clock=clock,
             ),
             pods=self._index,
@@ -291,6 +296,7 @@ class SmallCluster:
             clocks=ClockPair(now=clock(), wall=time.time()),
             locations=None,
             queues=queues,
+            node_record=self.node_record,
             insecure=insecure,
             outdated=lambda nodes: self.outdated if list(nodes) else None,
             status_s=lambda: 0.0,

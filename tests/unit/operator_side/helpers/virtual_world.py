@@ -16,6 +16,14 @@ from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.inspections import Frame, InspectedProcess
 from holdfast_core.job.locations import Locations
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_core.node_failures import (
+    CLEAN,
+    HALF_LIFE_S,
+    Rating,
+    Record,
+    ratings,
+    with_failures,
+)
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import EndReason, RankHealth, RestoreSource
@@ -112,12 +120,14 @@ class World:
         processes: rank → its process as its launcher sees it, or None without one; others wait in
             one collective.
         mute, old: nodes whose launchers do not answer inspections, and whose daemons know none.
+        record: failures of nodes, as an adapter records them.
     """
 
     idler_s: Mapping[int, float] = MappingProxyType({})
     processes: Mapping[int, InspectedProcess | None] = MappingProxyType({})
     mute: Collection[str] = ()
     old: Collection[str] = ()
+    record: Record = MappingProxyType({})
 
     def __init__(self, job: MoETrainingJob, nodes: int | None = None) -> None:
         self.job, self.now = job, 1000.0
@@ -205,10 +215,17 @@ class World:
         )
         self.state, self.decision = decision.state, decision
         self.events.extend(decision.events)
+        self.record_failures(decision)
         self.actions.extend(decision.actions)
         for action in decision.actions:
             self.carry_out(action)
         return decision
+
+    def record_failures(self, decision: Decision) -> None:
+        """Record the failures that count against nodes, as an adapter does."""
+        wall = WALL + self.now
+        failures = [(each.node, each.failure(self.job.key, wall)) for each in decision.blamed]
+        self.record = with_failures(self.record, failures, now=wall, half_life_s=HALF_LIFE_S)
 
     def settle(self, seconds: float = 0.0, *, step_s: float | None = None) -> None:
         """Run the control loop for `seconds`, and then until there is nothing to do."""
@@ -256,11 +273,18 @@ class World:
             memory_id=daemon.memory_id,
             schedulable=name not in self.cordoned,
             disruption=self.notices.get(name, ""),
+            rating=self.rating(name),
             peer_address=f"{name}:{daemon.port}",
             bulk_address=f"{name}:{daemon.port + 1}",
             job=self.job_view(name),
             agent_waits=self.agent_waits(name),
         )
+
+    def rating(self, name: str) -> Rating:
+        if not self.record:
+            return CLEAN
+        found = ratings(self.record, now=WALL + self.now, half_life_s=HALF_LIFE_S)
+        return found.get(name, CLEAN)
 
     def agent_waits(self, name: str) -> bool:
         """Whether an agent waits on the node, which has no part in the world."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from samples import make_job
 
+from holdfast_core.node_failures import CLEAN, Rating
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.client.amounts import Amounts
@@ -56,6 +57,7 @@ class Region:
     connected: tuple[str, ...]
     unconnected: tuple[str, ...] = ()
     requests: dict[str, Amounts] = field(default_factory=dict)
+    ratings: dict[str, Rating] = field(default_factory=dict)
     now: float = 0.0
 
     def __post_init__(self) -> None:
@@ -70,6 +72,7 @@ class Region:
             self.room,
             daemon_returns=lambda name, heartbeat_at: False,
             requests_of=lambda key: self.requests.get(key, ()),
+            rating_of=lambda name: self.ratings.get(name, CLEAN),
             clock=lambda: self.now,
         )
         self.now = SETTLE_S
@@ -101,6 +104,37 @@ def test_nodes_that_other_jobs_use_are_offered_last() -> None:
     region = Region(("n0", "n1", "n2", "n3"))
     region.place("team.other", "n0", "n1")
     assert region.shown(others=2) == ["n2", "n3"]
+
+
+def test_nodes_that_have_failed_are_offered_after_those_that_other_jobs_use() -> None:
+    bad = Rating(2.0, "2 failures in 3 hours")
+    region = Region(("n0", "n1", "n2", "n3"), ratings={"n2": bad})
+    region.place("team.other", "n0", "n1")
+    assert region.shown(others=3) == ["n0", "n1", "n3"]
+    views = region.candidates.views("team.moe", wants_of(make_job()), (), 9)
+    assert len(views) == 4, "they are offered"
+    assert views["n2"].rating == bad and views["n0"].rating == CLEAN
+
+
+def test_a_problem_that_a_nodes_conditions_name_counts_against_it() -> None:
+    region = Region(("n0", "n1", "n2"), ratings={"n0": Rating(2.0, "2 failures in 3 hours")})
+    for name in ("n0", "n1"):
+        raw = node(name)
+        raw["metadata"]["resourceVersion"] = "2"
+        raw["status"]["conditions"] += [
+            {"type": "GpuMemWatch", "status": "True", "message": "ECC"},
+            {"type": "KernelDeadlock", "status": "False"},
+        ]
+        region.cache.put(raw)
+    views = region.candidates.views("team.moe", wants_of(make_job()), (), 9)
+    ratings = {name: view.rating for name, view in views.items()}
+    assert ratings == {
+        "n0": Rating(3.0, "2 failures in 3 hours, condition GpuMemWatch"),
+        "n1": Rating(1.0, "condition GpuMemWatch"),
+        "n2": CLEAN,
+    }
+    assert all(view.schedulable for view in views.values())
+    assert region.shown(others=1) == ["n2"] and region.shown(others=2) == ["n1", "n2"]
 
 
 def test_a_node_without_room_beside_other_jobs_is_not_offered() -> None:

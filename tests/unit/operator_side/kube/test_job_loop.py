@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from io import StringIO
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from rich.console import Console, RenderableType
 from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
@@ -16,6 +18,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.kube.client.api import ApiError, Object
 from holdfast_operator.kube.client.resources import (
+    CONFIG_MAPS,
     EVENTS,
     JOBS,
     PODS,
@@ -550,3 +553,33 @@ def test_a_failed_job_that_is_deleted_frees_its_memory_at_once() -> None:
         assert not cluster.server.holders(KEY)
 
     on_a_cluster(test)
+
+
+def test_a_lost_rank_counts_against_its_node_which_the_next_job_avoids() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        metadata = {"name": "holdfast-nodes", "namespace": "hf"}
+        cluster.api.put(CONFIG_MAPS, {"metadata": metadata})
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        node = cluster.job(JOB)["status"]["members"][1]["node"]
+        cluster.lose_rank(node, KEY)
+        await cluster.until(lambda: cluster.job(JOB)["status"]["epoch"] == 2)
+        assert cluster.node_record.rating(node).text == "1 failure in 1 minute", "not written yet"
+        await cluster.node_record.synchronise()
+        (text,) = cluster.api.objects[CONFIG_MAPS.plural, "hf", "holdfast-nodes"]["data"].values()
+        (failure,) = json.loads(text)
+        assert (failure["kind"], failure["job"], failure["epoch"]) == ("LostRank", KEY, 1)
+        cluster.delete(JOB)
+        await cluster.until(lambda: not cluster.api.made(JOBS))
+        other = two_members()
+        other["metadata"] = {**other["metadata"], "name": "other", "uid": "uid-other"}
+        cluster.apply(other)
+        await cluster.runs(other)
+        nodes = {each["node"] for each in cluster.job(other)["status"]["members"]}
+        assert node not in nodes
+        await cluster.until_reported(lambda: "NodeAvoided" in reasons(cluster))
+        metrics = generate_latest(cluster.metrics.registry).decode()
+        assert 'holdfast_operator_node_failures_total{kind="LostRank"} 1.0' in metrics
+        assert "holdfast_operator_nodes_avoided_total 1.0" in metrics
+
+    on_a_cluster(test, nodes=3)

@@ -75,8 +75,15 @@ def test_the_end_of_a_standby_agent_is_no_failure_of_the_job() -> None:
     assert world.standbys == {}
 
 
-def test_it_is_started_again_after_pauses_that_grow_up_to_a_maximum() -> None:
+def test_one_that_has_ended_is_started_on_another_spare() -> None:
     world = with_standbys()
+    world.exit_standby("n4")
+    world.settle(2.0)
+    assert list(world.standbys) == ["n5"]
+
+
+def test_it_is_started_again_after_pauses_that_grow_up_to_a_maximum() -> None:
+    world = with_standbys(spares=1)
     pauses = []
     for _ in range(9):
         world.exit_standby("n4")
@@ -94,6 +101,7 @@ def test_it_is_started_again_after_pauses_that_grow_up_to_a_maximum() -> None:
 
 def test_one_that_has_ended_does_not_become_an_agent() -> None:
     world = with_standbys()
+    world.cordoned.add("n5")
     world.exit_standby("n4")
     world.kill_node("n2")
     world.settle(6.0)

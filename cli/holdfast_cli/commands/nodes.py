@@ -1,0 +1,199 @@
+"""`holdfast nodes`: shows which nodes have failed, and clears the record of a repaired one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from holdfast_cli.commands.cluster_calls import call_cluster
+from holdfast_cli.commands.run import chosen_cluster, find_run
+from holdfast_cli.commands.show import make_table
+from holdfast_cli.local.directory import RunDirectory
+from holdfast_cli.local.node_record import read_record, write_record
+from holdfast_core.errors import InvalidJobError, StorageError, UnreachableError
+from holdfast_core.node_failures import (
+    HALF_LIFE_S,
+    IN_WORDS,
+    NodeFailure,
+    Rating,
+    Record,
+    age_in_words,
+    excused,
+    ratings,
+)
+from holdfast_operator.kube.client.resources import CONFIG_MAPS
+
+if TYPE_CHECKING:
+    from holdfast_operator.kube.client.api import Api
+
+SHOWN = 3
+"""Failures that are shown of each node, the newest."""
+TRIES = 5
+"""Times that a node is forgotten while the operator writes the record as well."""
+
+
+def nodes(options: argparse.Namespace) -> int:
+    """Carry out `holdfast nodes`; returns the exit code.
+
+    Raises:
+        InvalidJobError: when a node to be forgotten has no record.
+        StorageError: when there is no such run, or its record cannot be read or written.
+        UnreachableError: when others write the record all the time.
+        ApiError: when there is no record, or the API server refuses.
+    """
+    cluster = chosen_cluster(options)
+    if cluster is not None:
+        record, half_life_s, problems = call_cluster(cluster, _of_cluster)
+    else:
+        run = find_run(options.dir, options.job)
+        record, problems = _of_run(run, options.forget)
+        half_life_s = HALF_LIFE_S
+    for problem in problems:
+        Console(stderr=True).print(f"not understood, and ignored: {problem}", markup=False)
+    now = time.time()
+    if options.json:
+        print(json.dumps(as_json(record, now, half_life_s), indent=1))
+        return 0
+    for node in options.forget:
+        print(f"the failures of {node} are forgotten; it is chosen like any clean node")
+    Console().print(nodes_view(record, now, half_life_s))
+    return 0
+
+
+# --- reading and forgetting -----------------------------------------------------------------------
+
+
+async def _of_cluster(
+    api: Api, options: argparse.Namespace
+) -> tuple[Record, float, tuple[str, ...]]:
+    from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError  # noqa: PLC0415
+    from holdfast_operator.kube.cluster.node_record import (  # noqa: PLC0415
+        half_life_s,
+        read_record,
+        with_record,
+    )
+
+    namespace, name = options.system_namespace, options.record
+    for _ in range(TRIES):
+        try:
+            body = await api.get(CONFIG_MAPS, namespace, name)
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            raise StorageError(
+                f"namespace {namespace} has no ConfigMap {name}: failures of nodes are not "
+                f"remembered (operator.nodeRecord.enabled), or the release has another namespace "
+                f"or name (--system-namespace, --record)"
+            ) from error
+        record, problems = read_record(body, time.time())
+        if not options.forget:
+            return record, half_life_s(body), problems
+        record = _without(record, options.forget)
+        try:
+            await api.replace(CONFIG_MAPS, namespace, with_record(body, record))
+        except ApiError as error:
+            if error.status != CONFLICT:
+                raise
+        else:
+            return record, half_life_s(body), ()
+    raise UnreachableError(f"others write ConfigMap {name} all the time; try again")
+
+
+def _of_run(run: Path, forget: Sequence[str]) -> tuple[Record, tuple[str, ...]]:
+    if not (run / "status.json").exists():
+        raise StorageError(f"there is no run in {run}; start one with `holdfast run JOB.yaml`")
+    path = RunDirectory(run, "").node_failures_file
+    try:
+        record, problems = read_record(path, time.time())
+        if not forget:
+            return record, problems
+        record = _without(record, forget)
+        write_record(path, record)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be used: {error.strerror}") from error
+    return record, ()
+
+
+def _without(record: Record, forget: Sequence[str]) -> Record:
+    missing = [node for node in forget if node not in record]
+    if missing:
+        there = f"there are those of {', '.join(sorted(record))}" if record else "there are none"
+        raise InvalidJobError(f"no failures of {', '.join(missing)} are recorded; {there}")
+    return {node: failures for node, failures in record.items() if node not in forget}
+
+
+# --- showing --------------------------------------------------------------------------------------
+
+
+def _by_score(record: Record, rated: Mapping[str, Rating]) -> list[str]:
+    return sorted(record, key=lambda node: (-rated.get(node, Rating()).score, node))
+
+
+def as_json(record: Record, now: float, half_life_s: float) -> dict[str, Any]:
+    """The record as JSON values; times are seconds since the Unix epoch."""
+    rated = ratings(record, now=now, half_life_s=half_life_s)
+    return {
+        "half_life_hours": half_life_s / 3600.0,
+        "nodes": [
+            {
+                "name": node,
+                "score": round(rated.get(node, Rating()).score, 3),
+                "avoided": node in rated,
+                "failures": [
+                    {
+                        "kind": failure.kind.value,
+                        "job": failure.job,
+                        "epoch": failure.epoch,
+                        "at": failure.at,
+                        "counts": not excused(record, failure),
+                    }
+                    for failure in reversed(record[node])
+                ],
+            }
+            for node in _by_score(record, rated)
+        ],
+    }
+
+
+def nodes_view(record: Record, now: float, half_life_s: float) -> RenderableType:
+    """A table of the nodes that have failed, the worst first."""
+    if not record:
+        return Text("no failure of any node is remembered")
+    rated = ratings(record, now=now, half_life_s=half_life_s)
+    table = make_table("node", "score", "", "last failures")
+    for node in _by_score(record, rated):
+        rating = rated.get(node)
+        table.add_row(
+            Text(node),
+            "-" if rating is None else f"{rating.score:.2f}",
+            Text("clean", "green") if rating is None else Text("avoided", "yellow"),
+            Text("\n".join(_failures(record, node, now))),
+        )
+    hours = half_life_s / 3600.0
+    note = (
+        f"a failure counts half after {hours:g} hours; members go to nodes with a lower score, as "
+        f"long as there are some"
+    )
+    return Group(table, Text(note, style="dim"))
+
+
+def _failures(record: Record, node: str, now: float) -> Iterator[str]:
+    """The newest failures in words, a line each."""
+    for failure in record[node][: -SHOWN - 1 : -1]:
+        yield _in_words(record, failure, now)
+    more = len(record[node]) - SHOWN
+    if more > 0:
+        yield f"and {more} more"
+
+
+def _in_words(record: Record, failure: NodeFailure, now: float) -> str:
+    what = f"{IN_WORDS[failure.kind]}, {failure.job} in epoch {failure.epoch}"
+    why = " (alike on several nodes: does not count)" if excused(record, failure) else ""
+    return f"{what}, {age_in_words(now - failure.at)} ago{why}"

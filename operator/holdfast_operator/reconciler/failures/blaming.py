@@ -1,0 +1,106 @@
+"""Which failures count against a node, so that later choices prefer other nodes. Pure.
+
+Most failures tell nothing about a node, and blaming one at random would only wear the record out.
+Not blamed are:
+
+- ends that somebody intended: of Holdfast, of the cluster (preemption, drains, nodes whose end was
+  announced), of a script that asks for a restart, and those that a failure rule names by their
+  exit code;
+- a lack of memory, which is the job's;
+- ranks that end on several nodes at once, or most nodes of a job that are lost at once: what they
+  have in common is no node;
+- a hang in which no member is known to hold up the others.
+
+A script that fails in the same way on one node after the other is found later, in the record of
+all nodes (`holdfast_core.node_failures`): for this, what its failures have in common goes with
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from holdfast_core.exit_codes import RETRYABLE
+from holdfast_core.job.parsing import FailureRule, On
+from holdfast_core.last_lines import essence_of
+from holdfast_core.node_failures import FailureKind
+from holdfast_core.snapshots.membership import Membership
+from holdfast_core.states import EndReason
+from holdfast_operator.reconciler.failures.failure_rules import is_permanent
+from holdfast_operator.reconciler.observe.evidence import Cause
+from holdfast_operator.reconciler.observe.lookups import ranks_in
+from holdfast_operator.reconciler.observe.views import BlamedNode, ControlState
+from holdfast_operator.reconciler.rules import Observation
+
+
+def blamed_nodes(
+    observation: Observation,
+    state: ControlState,
+    membership: Membership,
+    causes: Sequence[Cause],
+    rules: Sequence[FailureRule],
+) -> tuple[BlamedNode, ...]:
+    """Failures among `causes` that count against nodes, each node at most once. `rules` holds the
+    failure rule of each cause."""
+    lost = {cause.member for cause in causes if cause.on is On.NODE_LOST}
+    if lost:
+        common = len(lost) > 1 and 2 * len(lost) > len(membership.members)
+        found = () if common else _of_lost(state, membership, lost)
+    else:
+        found = _of_ended(observation, state, membership, causes, rules)
+    return tuple(found)
+
+
+def _of_lost(
+    state: ControlState, membership: Membership, lost: set[int | None]
+) -> Iterator[BlamedNode]:
+    """Nodes that were lost, without any notice before."""
+    for member in membership.members:
+        if member.index in lost and member.node not in state.announced:
+            yield BlamedNode(node=member.node, kind=FailureKind.LOST_NODE, epoch=membership.epoch)
+
+
+def _of_ended(
+    observation: Observation,
+    state: ControlState,
+    membership: Membership,
+    causes: Sequence[Cause],
+    rules: Sequence[FailureRule],
+) -> Iterator[BlamedNode]:
+    """The node of the one member whose ranks or agent have ended, or hold all others up."""
+    starved = {
+        rank.rank
+        for rank in ranks_in(observation.cluster, membership)
+        if rank.exit_reason is EndReason.OOM_KILLED
+    }
+    crashes = [
+        (cause, rule)
+        for cause, rule in zip(causes, rules, strict=True)
+        if _is_crash(cause) and starved.isdisjoint(cause.ranks)
+    ]
+    if len({cause.member for cause, _ in crashes}) != 1:
+        return
+    cause, rule = crashes[0]
+    assert cause.member is not None
+    if rule.on is On.EXIT_CODE:
+        return
+    essence = "" if state.stepped or not is_permanent(cause.exit_code) else cause.last_lines
+    if essence and len(membership.members) == 1:
+        return  # there is no other node to compare it with
+    ran = state.resumed_epoch == membership.epoch
+    ended = FailureKind.LOST_RANK if ran else FailureKind.FAILED_START
+    yield BlamedNode(
+        node=membership.member(cause.member).node,
+        kind=FailureKind.HANG if cause.on is On.HANG else ended,
+        epoch=membership.epoch,
+        essence=essence_of(essence),
+    )
+
+
+def _is_crash(cause: Cause) -> bool:
+    """Whether ranks or an agent have ended, or hang, and nobody has asked for it."""
+    if cause.member is None or cause.voluntary or cause.counted or cause.ended_by_holdfast:
+        return False
+    if cause.on is On.EXIT_CODE:
+        return cause.exit_code is not None and cause.exit_code not in RETRYABLE
+    return cause.culprit or (cause.on is On.ANY and bool(cause.ranks))
