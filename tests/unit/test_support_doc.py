@@ -54,17 +54,16 @@ def test_the_second_torch_and_python_are_those_of_the_bundle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "module"),
+    ("row", "module", "folder"),
     [
-        ("Kubernetes", "k8s.io/kubernetes"),
-        ("Helm", "helm.sh/helm/v4"),
-        ("Kueue", "sigs.k8s.io/kueue"),
-        ("JobSet", "sigs.k8s.io/jobset"),
-        ("Kubeflow Trainer", "github.com/kubeflow/trainer/v2"),
+        ("Kubernetes", "k8s.io/kubernetes", "kubernetes"),
+        ("Helm", "helm.sh/helm/v4", "kubernetes"),
+        ("Kueue", "sigs.k8s.io/kueue", "kueue"),
+        ("JobSet", "sigs.k8s.io/jobset", "jobset"),
+        ("Kubeflow Trainer", "github.com/kubeflow/trainer/v2", "trainer"),
     ],
 )
-def test_the_cluster_is_the_one_that_is_built(row: str, module: str) -> None:
-    folder = row.rsplit(maxsplit=1)[-1].lower()
+def test_the_cluster_is_the_one_that_is_built(row: str, module: str, folder: str) -> None:
     built = (ROOT / f"tests/cluster/go/{folder}/go.mod").read_text(encoding="utf-8")
     (version,) = re.findall(rf"(?m)^\s*{re.escape(module)} v(\S+)", built)
     (tested,) = re.findall(rf"(?m)^\| {row} \|[^|]*\| ([\w.]+) \|", TEXT)
