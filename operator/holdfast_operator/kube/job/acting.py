@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,11 @@ class ActionExecutor:
         self._world = world
         self._starting = PodStarter(world, attempts)
         self._stopping_since: dict[str, float] = {}
+
+    @property
+    def attempts(self) -> Mapping[int, int]:
+        """The highest attempt that was ever started, by member."""
+        return self._starting.attempts
 
     @property
     def pending(self) -> tuple[StartAgent, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 from holdfast_core.errors import InvalidJobError
@@ -23,7 +24,12 @@ from holdfast_operator.kube.job.finalizer import FINALIZER
 from holdfast_operator.kube.job.pod_source import FollowedPods, OwnPods, PodSource
 from holdfast_operator.kube.job.recovery_log import RecoveryLog
 from holdfast_operator.kube.job.starting import RETRY_S
-from holdfast_operator.kube.job.status import recoveries_of, refusal_status, status_of
+from holdfast_operator.kube.job.status import (
+    ATTEMPTS,
+    recoveries_of,
+    refusal_status,
+    status_of,
+)
 from holdfast_operator.kube.job.status_writer import StatusWriter
 from holdfast_operator.kube.job.world import LoopContext
 from holdfast_operator.kube.kueue.queueing import JobQueue
@@ -409,7 +415,7 @@ class JobLoop:
         pods: list[TrainerPod],
         now: float,
     ) -> Object:
-        return status_of(
+        status = status_of(
             job,
             observed,
             decision,
@@ -419,6 +425,9 @@ class JobLoop:
             clocks=self._world.clocks,
             now=now,
         )
+        if attempts := self._acting.attempts:
+            status["counters"][ATTEMPTS] = {str(member): n for member, n in attempts.items()}
+        return status
 
     def _status_s(self) -> float:
         members = self._job.spec.nodes if self._job is not None else 0
@@ -457,10 +466,14 @@ def _remembered(status: Object, now: float, wall: float) -> ControlState:
 
 
 def _attempts(status: Object) -> dict[int, int]:
-    """Attempt of each member's newest pod, by member, read from a status."""
-    found = {}
+    """Attempt of each member's newest pod, by member, read from a status: the counted ones, and
+    those in names of pods, as earlier versions did not count."""
+    found: dict[int, int] = {}
+    with suppress(AttributeError, TypeError, ValueError):
+        kept = (status.get("counters") or {}).get(ATTEMPTS) or {}
+        found = {int(member): int(attempt) for member, attempt in kept.items()}
     for member in [*(status.get("members") or ()), *(status.get("joining") or ())]:
         attempt = re.search(r"-(\d+)$", member.get("pod", ""))
         if attempt is not None:
-            found[member["index"]] = int(attempt[1])
+            found[member["index"]] = max(int(attempt[1]), found.get(member["index"], 0))
     return found

@@ -13,7 +13,7 @@ now.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.client.api import CONFLICT, ApiError
@@ -56,6 +56,11 @@ class PodStarter:
         """Member → the newest answer that its pod cannot be made, until it is made."""
         self._pause_s = RETRY_S
         self._retry_at = float("-inf")
+
+    @property
+    def attempts(self) -> Mapping[int, int]:
+        """The highest attempt that was ever started, by member."""
+        return self._attempts
 
     @property
     def pending(self) -> tuple[StartAgent, ...]:

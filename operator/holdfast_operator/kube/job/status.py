@@ -60,6 +60,9 @@ from holdfast_operator.reconciler.report.seats import plan_text
 if TYPE_CHECKING:  # a local run writes this status, too, and needs no client of an API server
     from holdfast_operator.kube.client.api import Object
 
+ATTEMPTS = "attempts"
+"""Field of `counters` with the number of the newest pod that was ever made, by member. No name of a
+pod is used again."""
 RECOVERIES_SHOWN = 10
 RATIO_DIGITS = 6
 PROBLEM_CHARACTERS_MAX = 1024
@@ -185,6 +188,7 @@ def essence(status: Object) -> object:
     kept = {**(status.get("counters") or {})}
     kept["saved"] = bool(kept.get("saved"))  # grows with every step
     kept.pop("tokenLosses", None)  # likewise
+    kept.pop(ATTEMPTS, None)  # while a pod exists, it has the same number
     kept["stored"] = bool(kept.get("stored"))  # whether there is a copy matters, not which
     conditions = [(c["type"], c["status"], c["reason"]) for c in status.get("conditions") or []]
     names = ("phase", "epoch", "observedGeneration")
