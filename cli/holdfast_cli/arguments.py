@@ -70,6 +70,14 @@ def add_insecure(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_job_choice(parser: argparse.ArgumentParser) -> None:
+    """Add a job's name, and the options that choose a local run or a cluster, for commands that
+    only read."""
+    parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
+    add_directory(parser)
+    add_cluster(parser, "in a cluster (any of these options chooses one)")
+
+
 def add_run_choice(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose a local run, or a job in a cluster, for `inject`."""
     add_directory(parser)

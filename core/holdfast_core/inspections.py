@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from holdfast_core.last_lines import printable
+
 FRAMES_MAX = 64
 """Frames of one stack, from the innermost."""
 FRAMES_SENT_MAX = 24
@@ -63,22 +65,17 @@ def bounded_process(process: InspectedProcess, frames_max: int = FRAMES_MAX) -> 
     """`process` with printable texts of bounded size, and at most `frames_max` frames."""
     return InspectedProcess(
         rank=process.rank,
-        state=_shown(process.state, 1),
-        kernel=_shown(process.kernel, NAME_CHARACTERS_MAX),
-        call=_shown(process.call, FILE_CHARACTERS_MAX),
-        helper=_shown(process.helper, FILE_CHARACTERS_MAX),
+        state=printable(process.state[:1]),
+        kernel=printable(process.kernel[:NAME_CHARACTERS_MAX]),
+        call=printable(process.call[:FILE_CHARACTERS_MAX]),
+        helper=printable(process.helper[:FILE_CHARACTERS_MAX]),
         frames=tuple(
             Frame(
-                _shown(frame.file[-FILE_CHARACTERS_MAX:], FILE_CHARACTERS_MAX),
+                printable(frame.file[-FILE_CHARACTERS_MAX:]),
                 frame.line,
-                _shown(frame.function, NAME_CHARACTERS_MAX),
+                printable(frame.function[:NAME_CHARACTERS_MAX]),
             )
             for frame in process.frames[:frames_max]
         ),
-        no_stack=_shown(process.no_stack, NAME_CHARACTERS_MAX),
+        no_stack=printable(process.no_stack[:NAME_CHARACTERS_MAX]),
     )
-
-
-def _shown(text: str, characters_max: int) -> str:
-    text = text[:characters_max]
-    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

@@ -60,7 +60,7 @@ def secrets_among(variables: Mapping[str, str]) -> tuple[str, ...]:
 def last_lines(text: str, secrets: Iterable[str] = ()) -> str:
     """The end of `text`: at most `LINES_MAX` lines and `CHARACTERS_MAX` characters of printable
     text, in which `secrets`, and anything that looks like one, are replaced."""
-    text = _printable(text[-WINDOW_BYTES:])
+    text = _as_shown(text[-WINDOW_BYTES:])
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     for shape, shown in _SHAPES:
@@ -82,8 +82,14 @@ def essence_of(lines: str) -> str:
     return _VARYING.sub("#", lines.rpartition("\n")[2]).strip()
 
 
-def _printable(text: str) -> str:
-    """`text` without terminal control sequences; of an overwritten line, what it showed last."""
+def printable(text: str) -> str:
+    """`text` with `?` for each character that cannot be printed, line ends among them."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _as_shown(text: str) -> str:
+    """Printable `text` without terminal control sequences; of an overwritten line, what it showed
+    last."""
     lines = (_STEERING.sub("", line).rstrip("\r") for line in text.split("\n"))
     shown = (line.rpartition("\r")[2].expandtabs(4) for line in lines)
-    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in shown)
+    return "\n".join(map(printable, shown))

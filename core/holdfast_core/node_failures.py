@@ -13,13 +13,15 @@ theirs to one copy. It is a preference and never a condition: nothing waits for 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple
 
 import msgspec
+
+from holdfast_core.quantities import format_count
 
 NODES_MAX = 256
 """Nodes in a record: those that failed last."""
@@ -31,6 +33,8 @@ JOB_CHARACTERS_MAX = 128
 """Characters that are kept of a job's key."""
 ALIKE_CHARACTERS = 16
 """Characters of the mark by which failures are alike."""
+AT_DIGITS = 3
+"""Digits of a time in a record behind the point. All have as many: failures are ordered by time."""
 REPEAT_S = 600.0
 """Time within which failures of a node in the same epoch of one job are one failure: a control
 loop that starts again may see it once more, and a node fails in several ways at once. A job that is
@@ -137,10 +141,10 @@ def ratings(record: Record, *, now: float, half_life_s: float) -> dict[str, Rati
     Of two nodes the one with the higher score keeps the higher score until one of them fails again
     or is clean, whatever time passes: all failures fade at the same pace.
     """
-    everywhere = _alike_everywhere(record)
+    pardoned = excused(record)
     found = {}
     for node, failures in record.items():
-        counted = [f for f in failures if (f.job, f.alike) not in everywhere]
+        counted = [failure for failure in failures if failure not in pardoned]
         ages_s = [max(0.0, now - failure.at) for failure in counted]
         weights = (WEIGHTS[failure.kind] for failure in counted)
         score = math.fsum(
@@ -148,14 +152,22 @@ def ratings(record: Record, *, now: float, half_life_s: float) -> dict[str, Rati
             for weight, age_s in zip(weights, ages_s, strict=True)
         )
         if score >= CLEAN_BELOW:
-            count = f"{len(counted)} failure{'' if len(counted) == 1 else 's'}"
+            count = format_count(len(counted), "failure")
             found[node] = Rating(score, f"{count} in {age_in_words(max(ages_s))}")
     return found
 
 
-def excused(record: Record, failure: NodeFailure) -> bool:
-    """Whether a failure counts against no node, because its script failed alike on several."""
-    return (failure.job, failure.alike) in _alike_everywhere(record)
+def excused(record: Record) -> frozenset[NodeFailure]:
+    """The failures that count against no node, because their script failed alike on several."""
+    nodes: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for node, failure in _pairs(record):
+        if failure.alike:
+            nodes[failure.job, failure.alike].add(node)
+    return frozenset(
+        failure
+        for _, failure in _pairs(record)
+        if len(nodes.get((failure.job, failure.alike), ())) > 1
+    )
 
 
 def with_problem(rating: Rating, problem: str) -> Rating:
@@ -233,7 +245,7 @@ class NodeMemory:
 def to_document(record: Record) -> dict[str, list[dict[str, object]]]:
     """Convert a record to plain values."""
     return {
-        node: [{**msgspec.to_builtins(failure), "at": round(failure.at, 3)} for failure in failures]
+        node: [msgspec.to_builtins(failure) for failure in failures]
         for node, failures in sorted(record.items())
     }
 
@@ -277,7 +289,7 @@ def _bounded(failure: NodeFailure, now: float) -> NodeFailure:
         failure,
         job=failure.job[:JOB_CHARACTERS_MAX],
         alike=failure.alike[:ALIKE_CHARACTERS],
-        at=min(failure.at, now),
+        at=round(min(failure.at, now), AT_DIGITS),
     )
 
 
@@ -298,19 +310,8 @@ def _is_same(one: NodeFailure, other: NodeFailure) -> bool:
     return (one.job, one.epoch) == (other.job, other.epoch) and abs(one.at - other.at) < REPEAT_S
 
 
-def _alike_everywhere(record: Record) -> set[tuple[str, str]]:
-    """(job, mark) of failures that were alike on more than one node."""
-    seen = Counter(
-        each
-        for failures in record.values()
-        for each in {(failure.job, failure.alike) for failure in failures if failure.alike}
-    )
-    return {each for each, nodes in seen.items() if nodes > 1}
-
-
 def age_in_words(seconds: float) -> str:
     """`5 minutes`, `3 hours` or `2 days`: an age, rounded up."""
     units = ((86400, "day"), (3600, "hour"))
     unit_s, unit = next((each for each in units if seconds > each[0]), (60, "minute"))
-    count = max(1, math.ceil(seconds / unit_s))
-    return f"{count} {unit}{'' if count == 1 else 's'}"
+    return format_count(max(1, math.ceil(seconds / unit_s)), unit)

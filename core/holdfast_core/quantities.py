@@ -1,4 +1,5 @@
-"""Amounts of memory as people write them (Kubernetes quantities) and as people read them."""
+"""Amounts of memory as people write them (Kubernetes quantities), and amounts as people read
+them."""
 
 from __future__ import annotations
 
@@ -31,6 +32,15 @@ def parse_bytes(text: str | int) -> int:
     scaled = int(whole + fraction) * _FACTORS[suffix]
     unit: int = 10 ** len(fraction)
     return -(-scaled // unit)
+
+
+def format_count(count: int, noun: str, plural: str = "") -> str:
+    """`count` with its noun: `1 step`, `3 steps`, `2 recoveries`.
+
+    Args:
+        plural: of the noun, unless it only has an `s` more.
+    """
+    return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def format_bytes(nbytes: int) -> str:

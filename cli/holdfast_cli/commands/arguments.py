@@ -10,6 +10,7 @@ from holdfast_cli.arguments import (
     add_command,
     add_directory,
     add_insecure,
+    add_job_choice,
     add_run_choice,
     check_processes,
     count,
@@ -62,10 +63,10 @@ _WHY_EPILOG = """
   holdfast why                         the only run on this machine
   holdfast why -n team-a llm           a job in a cluster
 
-It tells what was lost, in which order, how the job recovered and what that cost, shows the last
-lines of the trainer that failed last, and names what wants attention. It reads what `holdfast
-status` reads: the newest ten recoveries, and the events that the cluster still keeps. `holdfast
-history` goes back farther.
+Prints the losses in their order with the recovery from each and its cost, the last lines of the
+trainer that failed last, and everything that wants attention. The sources are those of `holdfast
+status`: the newest ten recoveries, and the events that the cluster still keeps. `holdfast history`
+goes back farther.
 """
 
 
@@ -301,9 +302,7 @@ def add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `holdfast status`."""
     text = "Show the state of a local run, or of a job in a cluster."
     parser = add_command(commands, "status", text, _STATUS_EPILOG)
-    parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
-    add_directory(parser)
-    add_cluster(parser, "in a cluster (any of these options chooses one)")
+    add_job_choice(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
         "--once", action="store_true", help="print once and exit (default without a tty)"
@@ -317,9 +316,7 @@ def add_why(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Add `holdfast why`."""
     text = "Tell in sentences what happened to a job, what it cost, and what wants attention."
     parser = add_command(commands, "why", text, _WHY_EPILOG)
-    parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
-    add_directory(parser)
-    add_cluster(parser, "in a cluster (any of these options chooses one)")
+    add_job_choice(parser)
     parser.set_defaults(handler=_why)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +139,7 @@ def _by_score(record: Record, rated: Mapping[str, Rating]) -> list[str]:
 def as_json(record: Record, now: float, half_life_s: float) -> dict[str, Any]:
     """The record as JSON values; times are seconds since the Unix epoch."""
     rated = ratings(record, now=now, half_life_s=half_life_s)
+    pardoned = excused(record)
     return {
         "half_life_hours": half_life_s / 3600.0,
         "nodes": [
@@ -152,7 +153,7 @@ def as_json(record: Record, now: float, half_life_s: float) -> dict[str, Any]:
                         "job": failure.job,
                         "epoch": failure.epoch,
                         "at": failure.at,
-                        "counts": not excused(record, failure),
+                        "counts": failure not in pardoned,
                     }
                     for failure in reversed(record[node])
                 ],
@@ -167,6 +168,7 @@ def nodes_view(record: Record, now: float, half_life_s: float) -> RenderableType
     if not record:
         return Text("no failure of any node is remembered")
     rated = ratings(record, now=now, half_life_s=half_life_s)
+    pardoned = excused(record)
     table = make_table("node", "score", "", "last failures")
     for node in _by_score(record, rated):
         rating = rated.get(node)
@@ -174,7 +176,7 @@ def nodes_view(record: Record, now: float, half_life_s: float) -> RenderableType
             Text(node),
             "-" if rating is None else f"{rating.score:.2f}",
             Text("clean", "green") if rating is None else Text("avoided", "yellow"),
-            Text("\n".join(_failures(record, node, now))),
+            Text("\n".join(_failures(record[node], pardoned, now))),
         )
     hours = half_life_s / 3600.0
     note = (
@@ -184,16 +186,15 @@ def nodes_view(record: Record, now: float, half_life_s: float) -> RenderableType
     return Group(table, Text(note, style="dim"))
 
 
-def _failures(record: Record, node: str, now: float) -> Iterator[str]:
-    """The newest failures in words, a line each."""
-    for failure in record[node][: -SHOWN - 1 : -1]:
-        yield _in_words(record, failure, now)
-    more = len(record[node]) - SHOWN
+def _failures(
+    failures: Sequence[NodeFailure], pardoned: Collection[NodeFailure], now: float
+) -> Iterator[str]:
+    """The newest failures of a node in words, a line each. Those that are `pardoned` do not
+    count."""
+    for failure in failures[: -SHOWN - 1 : -1]:
+        what = f"{IN_WORDS[failure.kind]}, {failure.job} in epoch {failure.epoch}"
+        why = " (alike on several nodes: does not count)" if failure in pardoned else ""
+        yield f"{what}, {age_in_words(now - failure.at)} ago{why}"
+    more = len(failures) - SHOWN
     if more > 0:
         yield f"and {more} more"
-
-
-def _in_words(record: Record, failure: NodeFailure, now: float) -> str:
-    what = f"{IN_WORDS[failure.kind]}, {failure.job} in epoch {failure.epoch}"
-    why = " (alike on several nodes: does not count)" if excused(record, failure) else ""
-    return f"{what}, {age_in_words(now - failure.at)} ago{why}"

@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast_cli.local.status import TimedEvent
 from holdfast_core.job.status import Phase
+from holdfast_core.quantities import format_count
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.observe.timestamps import seconds_of
 from holdfast_operator.reconciler.observe.views import ConditionType, EventReason
@@ -126,7 +127,9 @@ def _recovery(recovery: Object) -> str:
     text += f" ({_SOURCES[source]})." if source in _SOURCES else "."
     if (lost := recovery.get("lostSteps")) is not None:
         text += (
-            f" {_counted(lost, 'step')} had to be trained again." if lost else " No step was lost."
+            f" {format_count(lost, 'step')} had to be trained again."
+            if lost
+            else " No step was lost."
         )
     replay = recovery.get("replay")
     return f"{text} {replay[:1].upper()}{replay[1:]}." if replay else text
@@ -142,10 +145,10 @@ def _cost(status: Object) -> Iterator[str]:
     counting = status.get("restarts") or 0
     newest = "" if len(shown) >= count else f" The newest {len(shown)} of them cost"
     text = (
-        f"{_counted(count, 'recovery', 'recoveries')} in all, of which {counting} "
+        f"{format_count(count, 'recovery', 'recoveries')} in all, of which {counting} "
         f"{'counts' if counting == 1 else 'count'} towards failurePolicy.maxRestarts."
         f"{newest or ' Together they cost'} {seconds:.1f} s without training, and "
-        f"{_counted(steps, 'step')} that had to be trained again."
+        f"{format_count(steps, 'step')} that had to be trained again."
     )
     loss = (status.get("tokenLoss") or {}).get("text")
     yield _wrapped(f"{text} {loss}" if loss else text)
@@ -187,10 +190,6 @@ def _attention(status: Object) -> Iterator[str]:
     if lines:
         shown = [_wrapped(line, indent="  - ", further="    ") for line in lines]
         yield "\n".join(["What wants attention:", *shown])
-
-
-def _counted(count: int, noun: str, plural: str = "") -> str:
-    return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def _wrapped(text: str, *, indent: str = "", further: str = "") -> str:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast._launch.process_tree import all_children, family_of, state_of
 from holdfast._stacks import STACK_SIGNAL
 from holdfast_core.inspections import FRAMES_MAX, STOPPED, Frame, InspectedProcess
 
@@ -66,8 +67,8 @@ def inspect_workers(
         directory: directory in which processes offer their stacks; None if there is none.
     """
     # Find the process of each rank: a worker may be a wrapper that runs it.
-    children = _children()
-    families = {lane: _family(pid, children) for lane, pid in workers.items()}
+    children = all_children()
+    families = {lane: family_of(pid, children)[:FAMILY_MAX] for lane, pid in workers.items()}
     processes = {
         lane: next((pid for pid in family if _offers(pid, directory)), family[0])
         for lane, family in families.items()
@@ -75,7 +76,7 @@ def inspect_workers(
     # Ask all of them at the same time, except those that are stopped: they would answer later.
     asked: dict[int, _Question] = {}
     for lane, pid in processes.items():
-        if directory is not None and _state(pid) not in STOPPED and _offers(pid, directory):
+        if directory is not None and state_of(pid) not in STOPPED and _offers(pid, directory):
             with suppress(OSError):
                 question = _Question(directory / str(pid), (directory / str(pid)).stat().st_size)
                 os.kill(pid, STACK_SIGNAL)
@@ -87,7 +88,7 @@ def inspect_workers(
         why = "it did not react" if lane in asked else "its process has offered none"
         found[lane] = InspectedProcess(
             rank=lane,
-            state=_state(pid),
+            state=state_of(pid),
             kernel=_kernel(pid),
             call=_call(pid),
             helper=_helper([each for each in families[lane] if each != pid]),
@@ -121,25 +122,6 @@ def _frames_in(dump: bytes) -> tuple[Frame, ...]:
     return tuple(frames[:FRAMES_MAX])
 
 
-def _children() -> dict[int, list[int]]:
-    """Process → its children, ascending."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and (fields := _stat(int(folder.name))):
-            children.setdefault(int(fields[1]), []).append(int(folder.name))
-    return {parent: sorted(found) for parent, found in children.items()}
-
-
-def _family(root: int, children: Mapping[int, Collection[int]]) -> list[int]:
-    """A process and its descendants, nearer ones first."""
-    family = [root]
-    for pid in family:
-        family += children.get(pid, ())
-        if len(family) >= FAMILY_MAX:
-            break
-    return family[:FAMILY_MAX]
-
-
 def _offers(pid: int, directory: Path | None) -> bool:
     """Whether a process offers its stack: it catches the signal, and has its own file open."""
     if directory is None:
@@ -160,24 +142,12 @@ def _offers(pid: int, directory: Path | None) -> bool:
 def _helper(pids: Collection[int]) -> str:
     """The first process below a rank that is stopped, or waits for a file; empty if none does."""
     for pid in pids:
-        state, call = _state(pid), _call(pid)
+        state, call = state_of(pid), _call(pid)
         if state in STOPPED:
             return f"its child process {pid} is stopped"
         if call:
             return f"its child process {pid} waits in {call}"
     return ""
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent and further fields of /proc/PID/stat; empty if there is no such process."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return []
-
-
-def _state(pid: int) -> str:
-    fields = _stat(pid)
-    return fields[0] if fields else ""
 
 
 def _kernel(pid: int) -> str:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from msgspec import structs
 
 from holdfast._launch.inspecting import inspect_workers
 from holdfast._launch.memory_kills import MemoryKills
+from holdfast._launch.process_tree import all_children, family_of, stat_fields
 from holdfast_core.inspections import InspectedProcess
 
 WATCH_S = 2.0
@@ -38,8 +40,8 @@ loads from a slow file system hardly uses the processor."""
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_PPID, _MAJFLT, _CMAJFLT, _UTIME, _CSTIME = 1, 9, 10, 11, 14
-"""Fields of /proc/PID/stat behind the name of the program."""
+_MAJFLT, _CMAJFLT, _UTIME, _CSTIME = 9, 10, 11, 14
+"""Fields of /proc/PID/stat, as `stat_fields` counts them."""
 
 log = logging.getLogger(__name__)
 
@@ -64,36 +66,27 @@ def usage_below(roots: Collection[int]) -> dict[int, Usage]:
     """Return the usage of each process in `roots`, together with its descendants. Descendants that
     have ended are included once their parents have waited for them. Roots that do not run are left
     out."""
-    own: dict[int, Usage] = {}
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError, ValueError, IndexError):
-                parent, usage = _read(folder)
-                own[int(folder.name)] = usage
-                children.setdefault(parent, []).append(int(folder.name))
+    children = all_children()
     usages: dict[int, Usage] = {}
     for root in roots:
-        if root not in own:
-            continue
-        total, left = Usage(), [root]
-        while left:
-            pid = left.pop()
-            total = total.plus(own[pid])
-            left += children.get(pid, ())
-        usages[root] = total
+        own, *others = (_usage_of(pid) for pid in family_of(root, children))
+        if own is not None:
+            usages[root] = reduce(Usage.plus, filter(None, others), own)
     return usages
 
 
-def _read(folder: Path) -> tuple[int, Usage]:
-    """Return (parent's pid, usage) of one process."""
-    fields = (folder / "stat").read_text().rpartition(")")[2].split()
+def _usage_of(pid: int) -> Usage | None:
+    """Usage of one process; None if there is no such process any more."""
+    fields = stat_fields(pid)
+    if not fields:
+        return None
     times = sum(map(int, fields[_UTIME : _CSTIME + 1]))
     moved = (int(fields[_MAJFLT]) + int(fields[_CMAJFLT])) * _PAGE_BYTES
     with suppress(OSError):  # The process may belong to another user.
-        counts = dict(line.split(": ") for line in (folder / "io").read_text().splitlines())
+        text = Path(f"/proc/{pid}/io").read_text()
+        counts = dict(line.split(": ") for line in text.splitlines())
         moved += int(counts["rchar"]) + int(counts["wchar"])
-    return int(fields[_PPID]), Usage(times * _TICK_S, moved)
+    return Usage(times * _TICK_S, moved)
 
 
 class Launch(Protocol):

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.synchronize import Event
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import (
@@ -27,6 +26,8 @@ from torch.distributed.elastic.multiprocessing import (
 )
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from holdfast._launch.process_tree import state_of
 
 CLOSE_S = 30
 """Time that torchrun gives a process to end."""
@@ -187,8 +188,4 @@ class _LaneLogs(LogsSpecs):
 
 def _runs(pid: int) -> bool:
     """Whether a process exists and is not a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+    return state_of(pid) not in ("", "Z", "X")

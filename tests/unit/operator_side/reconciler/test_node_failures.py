@@ -149,6 +149,16 @@ class OneBehind(World):
         return structs.replace(view, ranks=ranks)
 
 
+def trained(behind: set[int]) -> OneBehind:
+    """A world of two ranks a node that has trained, but for ranks that are a step `behind`."""
+    world = OneBehind(make_job(nproc=2, detection={"hangSeconds": 30}))
+    world.settle(1.0)
+    world.train(10)
+    world.settle(1.0)
+    world.behind = frozenset(behind)
+    return world
+
+
 @pytest.mark.parametrize(
     ("behind", "blamed"),
     [({2}, {"n1": ["Hang"]}), ({2, 3}, {"n1": ["Hang"]}), ({2, 4}, {}), (set(), {})],
@@ -156,11 +166,7 @@ class OneBehind(World):
 def test_a_hang_counts_against_the_node_whose_ranks_alone_are_behind(
     behind: set[int], blamed: dict[str, list[str]]
 ) -> None:
-    world = OneBehind(make_job(nproc=2, detection={"hangSeconds": 30}))
-    world.settle(1.0)
-    world.train(10)
-    world.settle(1.0)
-    world.behind = frozenset(behind)
+    world = trained(behind)
     world.idle_s = 31.0
     world.settle(1.0)
     assert world.membership.epoch == 2
@@ -173,11 +179,7 @@ def test_a_hang_counts_against_the_node_whose_ranks_alone_are_behind(
 def test_a_hang_counts_against_the_node_whose_ranks_an_inspection_names(
     stopped: set[int], blamed: dict[str, list[str]]
 ) -> None:
-    world = OneBehind(make_job(nproc=2, detection={"hangSeconds": 30}))
-    world.settle(1.0)
-    world.train(10)
-    world.settle(1.0)
-    world.behind = frozenset({0})  # it has reported its step late
+    world = trained({0})  # it has reported its step late
     world.processes = {rank: InspectedProcess(rank=rank, state="T") for rank in stopped}
     world.idle_s = 31.0
     world.settle(1.0)
