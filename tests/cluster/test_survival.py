@@ -23,7 +23,7 @@ from survival import DETECTION_S, EVERYTHING, Fault, Run
 from holdfast_cli.demo.report import FaultReport
 from holdfast_operator.kube.job.status import recoveries_of
 
-STEPS = 200
+STEPS = 320
 ARGUMENTS = ("--seq", "32")
 """Small steps: what a machine is slow in is not tested here."""
 UNCOUNTED = {"kill-daemon", "rollout", "drain", "delete-redis"}

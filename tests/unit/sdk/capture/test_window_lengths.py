@@ -160,9 +160,11 @@ def test_a_window_of_any_length_is_restored_by_a_session_that_begins_with_anothe
         trainer.train()
         states.append(trainer.state())
         if step <= 25:
-            session.save(step).staged.result(WAIT_S)
+            handle = session.save(step)
+            handle.staged.result(WAIT_S)
             lengths.append(session.counters.window_steps)
         if step == 13:
+            assert handle.committed.result(WAIT_S)  # so that nothing in the folder changes
             shutil.copytree(tmp_path / "last", tmp_path / "earlier")
     session.close()
     assert lengths[2:14] == [4] * 8 + [1] * 4
