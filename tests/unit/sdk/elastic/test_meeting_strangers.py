@@ -158,7 +158,7 @@ def form_beside_a_stranger(rank: int, port: int) -> None:
         except (UnreachableError, StaleEpochError):
             pass
         except RuntimeError as error:
-            assert "onnection closed by peer" in str(error)  # noqa: PT017
+            assert "onnection closed by peer" in str(error)
     groups.leave()
 
 
