@@ -21,6 +21,7 @@ from holdfast_cli.commands.arguments import (
     add_logs,
     add_nodes,
     add_persist,
+    add_preflight,
     add_profile,
     add_run,
     add_status,
@@ -53,7 +54,7 @@ kubectl completes `kubectl holdfast` once its own completion is set up: source <
 bash), or zsh. It runs kubectl_complete-holdfast, which is installed with this command.
 """
 
-_GROUPS = dict.fromkeys(("run", "check", "demo", "profile"), PackageGroup.ALL)
+_GROUPS = dict.fromkeys(("run", "check", "demo", "preflight", "profile"), PackageGroup.ALL)
 """Groups of packages that a command needs if `cli` is not enough."""
 
 
@@ -84,6 +85,7 @@ def build_parser(prog: str = "holdfast") -> argparse.ArgumentParser:
     add_logs(commands)
     add_history(commands)
     add_nodes(commands)
+    add_preflight(commands)
     add_plan(commands)
     add_profile(commands)
     add_simulate(commands)

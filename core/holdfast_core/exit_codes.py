@@ -25,8 +25,11 @@ so none of them is kept."""
 PROTECTION_REQUIRED = 81
 """Saves are refused, and the job or the script requires protection. Only a person can change that,
 so the job fails, unless a failure rule names this code."""
+FAILED_CHECK = 82
+"""A launcher does not take part, because a check of its node failed. Another node should take its
+place, and the failure counts against this one."""
 
 HOLDFAST_DECIDED = frozenset({PROCESS_ENDS, BEGINS_ANEW})
 """Codes with which Holdfast ends a trainer."""
-RETRYABLE = frozenset({ASKS_RESTART, NO_DAEMON, JOB_ENDED}) | HOLDFAST_DECIDED
+RETRYABLE = frozenset({ASKS_RESTART, NO_DAEMON, JOB_ENDED, FAILED_CHECK}) | HOLDFAST_DECIDED
 """Codes below 128 that ask for a restart."""

@@ -65,6 +65,8 @@ class FailureKind(StrEnum):
     """A rank on the node held all others up."""
     FAILED_START = "FailedStart"
     """A rank or an agent ended before training ran."""
+    FAILED_CHECK = "FailedCheck"
+    """A check of the node failed, before an agent took part."""
 
 
 WEIGHTS: Mapping[FailureKind, float] = {
@@ -72,12 +74,14 @@ WEIGHTS: Mapping[FailureKind, float] = {
     FailureKind.LOST_RANK: 1.0,
     FailureKind.HANG: 1.0,
     FailureKind.FAILED_START: 1.0,
+    FailureKind.FAILED_CHECK: 2.0,
 }
 IN_WORDS: Mapping[FailureKind, str] = {
     FailureKind.LOST_NODE: "node lost",
     FailureKind.LOST_RANK: "rank lost",
     FailureKind.HANG: "hang",
     FailureKind.FAILED_START: "failed start",
+    FailureKind.FAILED_CHECK: "failed check",
 }
 
 

@@ -15,6 +15,7 @@ on. `holdfast_core.exit_codes` defines these and the codes of workers.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import multiprocessing
 import shutil
@@ -48,8 +49,9 @@ from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous
 from holdfast._launch.script import do_nothing, run_script
 from holdfast._launch.stderr import StderrLogs, WorkerStderr
 from holdfast._launch.work import WorkWatch
+from holdfast.node_checks import NodeChecks, Outcome, failures_in_words
 from holdfast_core.errors import AccessDeniedError, InvalidJobError, UnreachableError
-from holdfast_core.exit_codes import DENIED, JOB_ENDED, NO_DAEMON, PROCESS_ENDS
+from holdfast_core.exit_codes import DENIED, FAILED_CHECK, JOB_ENDED, NO_DAEMON, PROCESS_ENDS
 from holdfast_core.job.failures import REFORM_S
 
 log = logging.getLogger(__name__)
@@ -107,6 +109,8 @@ class LaunchSettings:
     """Time between SIGTERM and SIGKILL for workers."""
     reform_s: float = REFORM_S
     """Time within which workers that stay must arrive in their new world."""
+    check_node: bool = False
+    """Take part only if checks of this node do not fail."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,11 +119,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings, exit_file = _settings(args), args.exit_file
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
+        # The checks take as long as the fork server, so they run beside it.
+        checks = NodeChecks() if settings.check_node else None
         script = _set_up_workers(settings)
         _log_to_stderr(args.member_node)
-        code = launch(settings, script)
+        code = FAILED_CHECK if checks and not _passes(checks) else launch(settings, script)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
+    gc.unfreeze()  # Otherwise libraries report what the interpreter does not collect as leaks.
     if (stacks := read_stack_directory()) is not None:
         shutil.rmtree(stacks, ignore_errors=True)
     if exit_file is not None:
@@ -152,6 +159,19 @@ def _set_up_workers(settings: LaunchSettings) -> tuple[str, ...] | None:
             print(error, file=sys.stderr, flush=True)  # Logging must not be configured yet.
             raise SystemExit(INVALID) from error
     return script
+
+
+def _passes(checks: NodeChecks) -> bool:
+    """Wait for the checks of this node; log what they found, and return whether it may take
+    part."""
+    results = checks.results()
+    for result in results:
+        level = logging.WARNING if result.outcome is Outcome.NOTICED else logging.INFO
+        log.log(level, "check of %s: %s: %s", result.check, result.outcome, result.text)
+    failures = failures_in_words(results)
+    if failures:
+        log.error("this node does not take part: %s", failures)
+    return not failures
 
 
 def launch(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
@@ -322,6 +342,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="seconds within which workers that stay must arrive in their new world; later ones "
         "are killed and started again (default: %(default)s)",
     )
+    add(
+        "--check-node",
+        action="store_true",
+        help="first check this node, as `holdfast preflight` does; exit with 82 if a check fails",
+    )
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND …", help="the trainer's command")
     args = parser.parse_args(argv)
     if args.command[:1] == ["--"]:
@@ -348,6 +373,7 @@ def _settings(args: argparse.Namespace) -> LaunchSettings:
         ready_file=args.ready_file,
         grace_s=args.grace_s,
         reform_s=args.reform_s,
+        check_node=args.check_node,
     )
 
 

@@ -109,13 +109,27 @@ _NODES_EPILOG = """
   holdfast nodes --forget node-7       clear the record of a node that was repaired
 
 A node that loses ranks, memory or its daemon, holds the others up, or cannot start ranks, is
-remembered. Its score is 2 for a lost node and 1 for all else, and half of that after each half-life
-(2 days, unless the cluster sets operator.nodeRecord.halfLifeHours). From 0.25 on the node is
-avoided: replacements, new members and new jobs take it only if no clean node is free, or only in
-another failure domain. It keeps the members that it has.
+remembered. Its score is 2 for a lost node or a failed check (`holdfast preflight`) and 1 for all
+else, and half of that after each half-life (2 days, unless the cluster sets
+operator.nodeRecord.halfLifeHours). From 0.25 on the node is avoided: replacements, new members and
+new jobs take it only if no clean node is free, or only in another failure domain. It keeps the
+members that it has.
 
 In a cluster the record is a ConfigMap in the namespace of the release: reading it needs the right
 to get it, and --forget the right to update it. The operator knows of it within 35 seconds.
+"""
+
+
+_PREFLIGHT_EPILOG = """
+  holdfast preflight                   on a machine, or in a container with its GPUs
+  holdfast preflight --json | jq -r '.[] | select(.outcome != "passed") | .check'
+  kubectl exec POD -- python -m holdfast.node_checks      where only the trainer's packages are
+
+Processors and GPUs compute what is known, and memory, /dev/shm, disk and GPUs give back what was
+written to them, each at a rate that every healthy machine has. The kernel says whether the clock is
+synchronised, and the driver whether memory of a GPU is worn out. Launchers do the same before they
+take part, and on spares, if the job sets failurePolicy.checkNodes: a node that fails is replaced,
+and `holdfast nodes` remembers it. Ends with code 1 if a check fails.
 """
 
 
@@ -219,6 +233,12 @@ def _nodes(options: argparse.Namespace) -> int:
     from holdfast_cli.commands.nodes import nodes
 
     return int(nodes(options) or 0)
+
+
+def _preflight(options: argparse.Namespace) -> int:
+    from holdfast_cli.commands.preflight import preflight
+
+    return preflight(options)
 
 
 def _certificates(options: argparse.Namespace) -> int:
@@ -410,6 +430,14 @@ def add_nodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add_cluster(parser, system=True)
     parser.set_defaults(handler=_nodes)
+
+
+def add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast preflight`."""
+    text = "Check the node that this runs on: processors, memory, disk, clock and GPUs."
+    parser = add_command(commands, "preflight", text, _PREFLIGHT_EPILOG)
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.set_defaults(handler=_preflight)
 
 
 def add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

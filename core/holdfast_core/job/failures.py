@@ -266,6 +266,19 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             },
         ),
     ] = KEEP_FAILED_S
+    check_nodes: Annotated[
+        bool,
+        Meta(
+            description="true or false",
+            extra={
+                "title": "Whether a launcher checks its node before it takes part.",
+                "more": "A few seconds, also on spares that wait: processors, memory, /dev/shm, "
+                "disk, clock and GPUs, as `holdfast preflight` does by hand. A node that gives "
+                "wrong bytes, or is slower than any healthy one, is replaced, and the failure "
+                "counts against it in `holdfast nodes`. Applies to pods that start after an edit.",
+            },
+        ),
+    ] = False
     detection: Detection = Detection()
     rules: Annotated[
         tuple[FailureRule, ...],
@@ -276,7 +289,9 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
                 "more": "If no rule matches, exit codes from 1 to 127, except 42, 69, 75, 79 "
                 "and 80, fail the job; after any other failure the job restarts in place, a lost "
                 "node is replaced, and the restart counts. Exit code 81 "
-                "(snapshot.requireProtection) fails the job unless `values` of a rule name it.",
+                "(snapshot.requireProtection) fails the job unless `values` of a rule name it. "
+                "Exit code 82 of a launcher (checkNodes) replaces the node unless `values` name "
+                "it.",
             },
         ),
     ] = DEFAULT_RULES

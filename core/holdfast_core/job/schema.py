@@ -383,8 +383,11 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
     def launcher_options(self) -> tuple[str, ...]:
         """Options of the launcher that are the same wherever it runs. A default is left out: the
         launcher in the job's image may be too old to know the option."""
-        reform_s = self.spec.failure_policy.reform_seconds
-        return () if reform_s == REFORM_S else ("--reform-s", str(reform_s))
+        policy = self.spec.failure_policy
+        reform = (
+            () if policy.reform_seconds == REFORM_S else ("--reform-s", str(policy.reform_seconds))
+        )
+        return (*reform, *["--check-node"][: policy.check_nodes])
 
     @property
     def variables(self) -> dict[str, str]:

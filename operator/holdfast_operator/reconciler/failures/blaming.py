@@ -7,8 +7,8 @@ Not blamed are:
   announced), of a script that asks for a restart, and those that a failure rule names by their
   exit code;
 - a lack of memory, which is the job's;
-- ranks that end on several nodes at once, or most nodes of a job that are lost at once: what they
-  have in common is no node;
+- ranks that end on several nodes at once, or most nodes of a job that are lost at once, or fail a
+  check: what they have in common is no node;
 - a hang in which no member is known to hold up the others.
 
 A script that fails in the same way on one node after the other is found later, in the record of
@@ -18,7 +18,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 from holdfast_core.exit_codes import RETRYABLE
 from holdfast_core.job.parsing import FailureRule, On
@@ -43,21 +43,30 @@ def blamed_nodes(
     """Failures among `causes` that count against nodes, each node at most once. `rules` holds the
     failure rule of each cause."""
     lost = {cause.member for cause in causes if cause.on is On.NODE_LOST}
-    if lost:
-        common = len(lost) > 1 and 2 * len(lost) > len(membership.members)
-        found = () if common else _of_lost(state, membership, lost)
+    unfit = {cause.member for cause in causes if cause.failed_check} - lost
+    found: Iterable[BlamedNode]
+    if lost or unfit:
+        found = (
+            *_each(membership, lost, FailureKind.LOST_NODE, state.announced),
+            *_each(membership, unfit, FailureKind.FAILED_CHECK),
+        )
     else:
         found = _of_ended(observation, state, membership, causes, rules)
     return tuple(found)
 
 
-def _of_lost(
-    state: ControlState, membership: Membership, lost: set[int | None]
+def _each(
+    membership: Membership,
+    members: Set[int | None],
+    kind: FailureKind,
+    excused: Set[str] = frozenset(),
 ) -> Iterator[BlamedNode]:
-    """Nodes that were lost, without any notice before."""
+    """The nodes of `members` but those `excused`; none if most of the job failed in this way."""
+    if len(members) > 1 and 2 * len(members) > len(membership.members):
+        return
     for member in membership.members:
-        if member.index in lost and member.node not in state.announced:
-            yield BlamedNode(node=member.node, kind=FailureKind.LOST_NODE, epoch=membership.epoch)
+        if member.index in members and member.node not in excused:
+            yield BlamedNode(node=member.node, kind=kind, epoch=membership.epoch)
 
 
 def _of_ended(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from holdfast_core.exit_codes import BEGINS_ANEW
+from holdfast_core.exit_codes import BEGINS_ANEW, FAILED_CHECK
 from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule
 from holdfast_core.snapshots.membership import Membership
@@ -285,13 +285,17 @@ def begin_epoch(
     agents = observation.cluster.agents
     leaving = [agent for agent in agents if away.get(agent.member) == agent.node]
     ran = state.resumed_epoch == membership.epoch
-    no_room = {agent.node for agent in leaving if is_unschedulable(agent)}
+    unfit = {
+        agent.node
+        for agent in leaving
+        if is_unschedulable(agent) or agent.exit_code == FAILED_CHECK
+    }
     result = RuleResult(
         replace(
             state,
             no_replacement_since=None,
             fruitless=0 if ran else state.fruitless + 1,
-            unfit=state.unfit | no_room,
+            unfit=state.unfit | unfit,
             **_joining_after(state, membership, moves),
         )
     )

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
+from holdfast_core.exit_codes import FAILED_CHECK
 from holdfast_core.node_failures import FailureKind
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.membership.joining import places
@@ -78,9 +79,9 @@ def _note_exits(
             pause_s = _not_before(recent[standby.node]) - observation.now
             text = f"the standby agent on {standby.node} {how}; starting it again in {pause_s:g} s"
             result = result.post(EventReason.STANDBY_EXITED, text, warning=True)
-            result = result.blame(
-                BlamedNode(node=standby.node, kind=FailureKind.FAILED_START, epoch=state.epoch)
-            )
+            failed = standby.exit_code == FAILED_CHECK
+            kind = FailureKind.FAILED_CHECK if failed else FailureKind.FAILED_START
+            result = result.blame(BlamedNode(node=standby.node, kind=kind, epoch=state.epoch))
     return replace(result, state=replace(state, standby_exits=recent))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from holdfast_core.exit_codes import BEGINS_ANEW, HOLDFAST_DECIDED
+from holdfast_core.exit_codes import BEGINS_ANEW, FAILED_CHECK, HOLDFAST_DECIDED
 from holdfast_core.job.parsing import MoETrainingJob, On
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.observe.inspections import diagnosis_of
@@ -93,6 +93,11 @@ class Cause:
     """Whether the agent may still report the rank's exit code."""
     culprit: bool = False
     """Whether a hang is known to come from this member alone."""
+
+    @property
+    def failed_check(self) -> bool:
+        """Whether the member's agent does not take part, because a check of its node failed."""
+        return self.exit_code == FAILED_CHECK and not self.ranks
 
     @property
     def ended_by_holdfast(self) -> bool:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
-from holdfast_core.exit_codes import BEGINS_ANEW, PROCESS_ENDS, PROTECTION_REQUIRED
+from holdfast_core.exit_codes import (
+    BEGINS_ANEW,
+    FAILED_CHECK,
+    PROCESS_ENDS,
+    PROTECTION_REQUIRED,
+)
 from holdfast_core.states import EndReason
 from holdfast_operator.reconciler.observe.views import INIT_FAILED
 
@@ -48,6 +53,8 @@ def exit_in_words(code: int, reason: str = "", message: str = "") -> str:
         return f"ended with its training world (code {code})"
     if code == PROTECTION_REQUIRED:
         return f"ended because it requires protection and its saves are refused (code {code})"
+    if code == FAILED_CHECK:
+        return f"did not take part, because a check of its node failed (code {code})"
     if reason == INIT_FAILED:
         return f"was not started: {message}"
     if reason == EndReason.OOM_KILLED and code == KILLED:

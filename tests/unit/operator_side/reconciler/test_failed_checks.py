@@ -1,0 +1,104 @@
+"""Launchers whose node failed a check: another node takes its place, and this one is remembered."""
+
+from __future__ import annotations
+
+import pytest
+from virtual_world import World, make_job, running
+
+from holdfast_core.exit_codes import FAILED_CHECK
+
+
+def kinds(world: World) -> dict[str, list[str]]:
+    """Node → the kinds of its failures."""
+    return {node: [each.kind.value for each in found] for node, found in world.record.items()}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        None,
+        [{"when": "Any", "action": "RestartInPlace"}],
+        [{"when": "NodeLost", "action": "ReplaceNode"}],
+    ],
+    ids=["default rules", "any restarts", "no rule for it"],
+)
+def test_its_member_moves_to_another_node_and_the_failure_counts_against_it(
+    rules: list[dict[str, str]] | None,
+) -> None:
+    given = {} if rules is None else {"rules": rules}
+    world = World(make_job(**given))
+    world.settle(1.0)
+    world.exit_agent(2, FAILED_CHECK)
+    world.settle(5.0)
+    assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"] and world.phase() == "Running"
+    assert kinds(world) == {"n2": ["FailedCheck"]}
+    [cause] = world.messages("Recovering")
+    assert "did not take part, because a check of its node failed (code 82)" in cause
+
+
+def test_it_does_not_come_back_before_the_job_is_whole() -> None:
+    world = World(make_job(), nodes=6)
+    world.settle(1.0)
+    for expected in ("n4", "n5"):
+        world.exit_agent(2, FAILED_CHECK)
+        world.settle(1.0)
+        assert world.nodes_of_members()[2] == expected
+    assert kinds(world) == {"n2": ["FailedCheck"], "n4": ["FailedCheck"]}
+
+
+def test_where_no_other_node_is_free_it_is_checked_again_and_the_restarts_count() -> None:
+    world = World(make_job(spares=0, maxRestarts=2), nodes=4)
+    world.settle(1.0)
+    for _ in range(3):
+        world.exit_agent(2, FAILED_CHECK)
+        world.settle(3.0)
+    assert world.phase() == "Failed"
+    assert world.state.recoveries == 2
+    assert kinds(world) == {"n2": ["FailedCheck"] * 3}
+
+
+def test_a_check_that_most_nodes_of_a_job_fail_counts_against_none() -> None:
+    world = World(make_job(spares=4), nodes=8)
+    world.settle(1.0)
+    for member in range(3):
+        world.exit_agent(member, FAILED_CHECK)
+    world.settle(5.0)
+    assert kinds(world) == {}
+
+
+def test_two_of_eight_nodes_count_each() -> None:
+    world = World(make_job(8), nodes=10)
+    world.settle(1.0)
+    failing = [world.membership.member(index).node for index in (1, 6)]
+    world.exit_agent(1, FAILED_CHECK)
+    world.exit_agent(6, FAILED_CHECK)
+    world.settle(5.0)
+    assert kinds(world) == {node: ["FailedCheck"] for node in failing}
+
+
+def test_a_rule_that_names_the_code_decides() -> None:
+    rule = {"when": "ExitCode", "values": [FAILED_CHECK], "action": "Fail"}
+    world = World(make_job(rules=[rule]))
+    world.settle(1.0)
+    world.exit_agent(2, FAILED_CHECK)
+    world.settle(5.0)
+    assert world.phase() == "Failed"
+
+
+def test_a_script_that_exits_with_this_code_says_nothing_about_its_node() -> None:
+    world = running()
+    world.exit_rank(2, FAILED_CHECK)
+    world.settle(5.0)
+    assert world.nodes_of_members() == ["n0", "n1", "n2", "n3"]
+    assert "FailedCheck" not in str(kinds(world))
+
+
+def test_the_check_of_a_spare_counts_against_it() -> None:
+    world = World(make_job())
+    world.standbys_wanted = 1
+    world.settle(2.0)
+    world.exit_standby("n4", FAILED_CHECK)
+    world.look()
+    assert kinds(world) == {"n4": ["FailedCheck"]}
+    [message] = world.messages("StandbyExited")
+    assert "a check of its node failed" in message

@@ -1,0 +1,214 @@
+"""Checks of a node: what is broken is found, and what cannot be checked proves nothing.
+
+Faults are planted from outside: a module that Python loads in each process, programs in PATH, a
+file system without room.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast import node_checks
+from holdfast.node_checks import (
+    CHECKS,
+    CheckFailedError,
+    NodeChecks,
+    NotCheckedError,
+    NoticedError,
+    Outcome,
+    Result,
+    check_device_memory,
+    check_disk,
+    check_memory,
+    check_shared_memory,
+    failures_in_words,
+    known_product,
+)
+
+HOST = ("processors", "memory", "shared memory", "disk")
+Plant = Callable[[str], None]
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plant:
+    """Makes every Python process that starts afterwards run some text first."""
+
+    def planting(text: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    return planting
+
+
+def outcomes(results: list[Result]) -> dict[str, Outcome]:
+    return {result.check: result.outcome for result in results}
+
+
+def test_a_healthy_machine_fails_no_check() -> None:
+    results = NodeChecks().results()
+    assert list(outcomes(results)) == list(CHECKS)
+    assert failures_in_words(results) == ""
+    for name in HOST[:2]:
+        assert outcomes(results)[name] is Outcome.PASSED
+
+
+def test_a_processor_that_computes_digests_wrongly_is_found(plant: Plant) -> None:
+    """In one thread of all, and seldom."""
+    plant(
+        "import hashlib\n"
+        "right, calls = hashlib.sha256, []\n"
+        "def wrong(data=b''):\n"
+        "    calls.append(1)\n"
+        "    return right(data + b'!' if len(calls) == 7 else data)\n"
+        "hashlib.sha256 = wrong\n"
+    )
+    results = NodeChecks().results()
+    assert outcomes(results)["processors"] is Outcome.FAILED
+    assert "computed a wrong digest" in failures_in_words(results)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGILL)", "was ended by signal 4"),
+        ("os._exit(3)", "ended with code 3"),
+    ],
+)
+def test_an_instruction_that_ends_the_process_is_a_failed_check(
+    plant: Plant, how: str, words: str
+) -> None:
+    plant(
+        "import os, shutil, signal, sys\n"
+        "def end(*_):\n"
+        f"    {how}\n"
+        "if sys.orig_argv[-1] == 'holdfast.node_checks':\n"
+        "    shutil.disk_usage = end\n"
+    )
+    *others, last = NodeChecks().results()
+    assert all(result.outcome is not Outcome.FAILED for result in others)
+    assert last == Result("shared memory", Outcome.FAILED, f"the process that checks {words}")
+
+
+def test_a_check_that_never_ends_has_failed(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant("import signal\nsignal.pause()\n")
+    monkeypatch.setattr(node_checks, "LIMIT_S", 0.5)
+    [result] = NodeChecks().results()
+    assert (result.check, result.outcome) == ("processors", Outcome.FAILED)
+    assert "did not end within" in result.text
+
+
+def test_where_no_process_can_be_started_nothing_is_proved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    results = NodeChecks().results()
+    assert [result.outcome for result in results] == [Outcome.NOT_CHECKED]
+    assert failures_in_words(results) == ""
+
+
+def test_the_known_product_is_that_of_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = known_product()
+    assert product.dtype == np.int32 and np.abs(product).max() < 256  # exact in bfloat16, too
+    monkeypatch.setattr(node_checks, "PRODUCT_SHA256", "0" * 16)
+    with pytest.raises(CheckFailedError, match="not the known one"):
+        known_product()
+
+
+def test_memory_that_flips_a_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flipping(copy: np.ndarray, source: np.ndarray) -> None:
+        copy[:] = source
+        copy[len(copy) // 3] ^= 4
+
+    monkeypatch.setattr(np, "copyto", flipping)
+    with pytest.raises(CheckFailedError, match=r"is 0x04 instead of 0x00"):
+        check_memory()
+
+
+def test_what_is_too_slow_has_failed_with_its_rate_and_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_checks, "DISK_BYTES_S", 1e15)
+    with pytest.raises(CheckFailedError, match=r"reach .* GB/s, and should reach at least 1e\+06"):
+        check_disk()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (errno.EACCES, NotCheckedError),
+        (errno.EROFS, NotCheckedError),
+        (errno.ENOSPC, NotCheckedError),
+        (errno.EIO, CheckFailedError),
+    ],
+)
+def test_a_place_without_room_or_right_proves_nothing_and_a_broken_one_does(
+    monkeypatch: pytest.MonkeyPatch, error: int, expected: type[Exception]
+) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(expected, match=os.strerror(error)):
+        check_shared_memory()
+
+
+@pytest.mark.parametrize(
+    ("rows", "ecc", "expected"),
+    [
+        ("GPU-1, 0, 0", "GPU-1, 0", None),
+        ("GPU-1, No, No", "GPU-1, [N/A]", None),
+        ("GPU-1, [N/A], [N/A]", "GPU-1, 0", None),
+        ("GPU-1, 0, 0\nGPU-2, 1, 0", "GPU-1, 0", CheckFailedError),
+        ("GPU-1, No, Yes", "GPU-1, 0", NoticedError),
+        ("GPU-1, 0, 0", "GPU-1, 3", NoticedError),
+        ("", "", None),
+    ],
+)
+def test_the_driver_is_asked_for_worn_memory(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: str,
+    ecc: str,
+    expected: type[Exception] | None,
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f"#!/bin/sh\ncase $1 in\n*remapped*) printf '{rows}\n';;\n*) printf '{ecc}\n';;\nesac\n"
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if expected is None:
+        check_device_memory()
+    else:
+        with pytest.raises(expected, match=r"GPU-\d"):
+            check_device_memory()
+
+
+@pytest.mark.parametrize("text", ["exit 6", "echo Unknown field; exit 2"])
+def test_a_driver_that_does_not_answer_proves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(NotCheckedError, match="does not answer"):
+        check_device_memory()
+
+
+def test_results_are_lines_of_json_and_need_no_more_than_a_trainer_has() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast.node_checks"], capture_output=True, text=True, check=True
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each["check"] for each in found] == list(CHECKS)

@@ -1,0 +1,437 @@
+"""Short checks of the node that this process runs on: does it compute rightly, keep what it is
+given, and is it fast enough to train at all?
+
+A launcher with `--check-node` runs them before it takes part (`failurePolicy.checkNodes`), and
+`holdfast preflight` runs them by hand. They run in a process of their own, with a time limit: an
+instruction that ends the process, or memory that never answers, is a result as well. They need no
+right that a trainer does not have.
+
+A check fails only if the node gives wrong bytes, or is so slow that no healthy machine is. What
+cannot be checked here, such as a disk that this process may not write to, is said and proves
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LIMIT_S = 180.0
+"""Time within which all checks must have ended: devices of a large
+machine take 20 s to start, and a busy one imports torch for a minute."""
+COMPUTE_S = 0.3
+"""Time for which every processor computes."""
+SIZE = 256
+"""Rows of the matrices with a known product. Their elements are -1, 0 and 1, so that each sum is an
+integer that is exact in every floating-point type."""
+PRODUCT_SHA256 = "965a898d52d9499a"
+"""Beginning of the digest of that product, of int32 in rows, little-endian."""
+MEMORY_BYTES, FILE_BYTES, DISK_BYTES = 256 << 20, 64 << 20, 16 << 20
+"""Bytes that are copied in memory and to devices, written to /dev/shm, and to disk."""
+MEMORY_BYTES_S, SHARED_BYTES_S, DISK_BYTES_S, DEVICE_BYTES_S = 2e8, 2e7, 1e6, 1e9
+"""Rates in bytes per second below which something is wrong, even if others use the machine: a
+healthy one is more than ten times as fast."""
+PATTERNS = (0x00, 0xFF, 0x55, 0xAA)
+TIME_MIN = 1735689600.0
+"""A clock before 2025 is wrong, and certificates are not valid yet."""
+CLOCK_UNSYNCHRONISED = 0x40
+"""STA_UNSYNC of adjtimex(2)."""
+SHARED = Path("/dev/shm")
+NO_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOSPC, errno.EDQUOT}
+"""Errors of files that say nothing about the node."""
+
+
+class Outcome(StrEnum):
+    """Result of a check."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    """The node must not take part."""
+    NOTICED = "noticed"
+    """Somebody should look at it; it keeps no node from taking part."""
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one check found."""
+
+    check: str
+    outcome: Outcome
+    text: str
+    """In words, with the measured value and its limit."""
+
+
+class CheckFailedError(Exception):
+    """The node gave wrong bytes, or was too slow; the message says what and where."""
+
+
+class NoticedError(Exception):
+    """Somebody should look at it; the message says at what."""
+
+
+class NotCheckedError(Exception):
+    """The check cannot be made here; the message says why."""
+
+
+# --- processors and memory ------------------------------------------------------------------------
+
+
+def check_processors() -> str:
+    """Multiply matrices and hash bytes on each processor that this process may use, and compare
+    them with known answers."""
+    import torch  # noqa: PLC0415
+
+    torch.set_num_threads(1)  # so that a thread's product is computed on its own processor
+    one, other = (torch.from_numpy(each) for each in _matrices())
+    told = hashlib.sha256(bytes(1 << 20)).hexdigest()
+    product = known_product()
+    processors = sorted(os.sched_getaffinity(0))
+    wrong: list[str] = []
+
+    def compute(processor: int) -> None:
+        os.sched_setaffinity(0, {processor})  # of this thread
+        until = time.monotonic() + COMPUTE_S
+        while True:
+            for dtype in (torch.float32, torch.float64):
+                found = (one.to(dtype) @ other.to(dtype)).to(torch.int32).numpy()
+                if not np.array_equal(found, product):
+                    wrong.append(f"processor {processor} multiplied {dtype} matrices wrongly")
+                    return
+            if hashlib.sha256(bytes(1 << 20)).hexdigest() != told:
+                wrong.append(f"processor {processor} computed a wrong digest")
+                return
+            if time.monotonic() > until:
+                return
+
+    threads = [threading.Thread(target=compute, args=(number,)) for number in processors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if wrong:
+        raise CheckFailedError("; ".join(wrong[:4]))
+    return f"{len(processors)} processors gave the known answers"
+
+
+def known_product() -> np.ndarray:
+    """The product of the matrices, int32 of shape (`SIZE`, `SIZE`), by integers alone.
+
+    Raises:
+        CheckFailedError: it is not the known one.
+    """
+    one, other = (each.astype(np.int32) for each in _matrices())
+    product: np.ndarray = one @ other
+    if hashlib.sha256(product.tobytes()).hexdigest()[: len(PRODUCT_SHA256)] != PRODUCT_SHA256:
+        raise CheckFailedError("a product of integers is not the known one")
+    return product
+
+
+def _matrices() -> tuple[np.ndarray, np.ndarray]:
+    """Two matrices of -1, 0 and 1, int8 of shape (`SIZE`, `SIZE`)."""
+    digests = (hashlib.shake_256(word).digest(SIZE * SIZE) for word in (b"one", b"other"))
+    one, other = (np.frombuffer(digest, np.uint8).reshape(SIZE, SIZE) for digest in digests)
+    return (one % 3).astype(np.int8) - 1, (other % 3).astype(np.int8) - 1
+
+
+def check_memory() -> str:
+    """Write patterns to memory, copy them, and compare."""
+    nbytes = min(MEMORY_BYTES, _memory_available() // 8)
+    if nbytes < 1 << 20:
+        raise NotCheckedError("too little memory is free")
+    source, copy = np.empty(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    took_s = float("inf")
+    for pattern in PATTERNS:
+        source.fill(pattern)
+        began = time.perf_counter()
+        np.copyto(copy, source)
+        took_s = min(took_s, time.perf_counter() - began)
+        if not (copy == pattern).all():
+            bad = int(np.flatnonzero(copy != pattern)[0])
+            raise CheckFailedError(
+                f"byte {bad} of {nbytes} is {copy[bad]:#04x} instead of {pattern:#04x}"
+            )
+    return _fast_enough("copies", nbytes / took_s, MEMORY_BYTES_S)
+
+
+def _memory_available() -> int:
+    """Bytes that may still be used, also by the limit of a container's cgroup."""
+    found = []
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) * 1024)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        found += [int(limit) - used] if limit != "max" else []
+    except (OSError, ValueError):
+        pass
+    return max(0, min(found, default=0))
+
+
+# --- files and the clock --------------------------------------------------------------------------
+
+
+def check_shared_memory() -> str:
+    """Write to /dev/shm, through which saves go, and compare."""
+    if not SHARED.is_dir():
+        raise NotCheckedError(f"there is no {SHARED}")
+    return _write_and_compare(SHARED, FILE_BYTES, SHARED_BYTES_S)
+
+
+def check_disk() -> str:
+    """Write to the directory of temporary files, and compare."""
+    return _write_and_compare(Path(tempfile.gettempdir()), DISK_BYTES, DISK_BYTES_S)
+
+
+def _write_and_compare(directory: Path, nbytes: int, limit_bytes_s: float) -> str:
+    data = hashlib.shake_256(b"holdfast").digest(1 << 20)
+    count = nbytes >> 20
+    try:
+        free = shutil.disk_usage(directory).free
+        if free < 2 * nbytes:
+            raise NotCheckedError(f"only {free >> 20} MiB of {directory} are free")
+        with tempfile.TemporaryFile(dir=directory) as file:
+            began = time.perf_counter()
+            for _ in range(count):
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            took_s = time.perf_counter() - began
+            file.seek(0)
+            for number in range(count):
+                if file.read(len(data)) != data:
+                    raise CheckFailedError(f"MiB {number} of a file in {directory} came back wrong")
+    except OSError as error:
+        if error.errno in NO_PLACE:
+            raise NotCheckedError(f"{directory}: {error.strerror}") from error
+        raise CheckFailedError(f"{directory}: {error.strerror}") from error
+    return _fast_enough(f"writes to {directory}", nbytes / took_s, limit_bytes_s)
+
+
+def _fast_enough(what: str, bytes_s: float, limit_bytes_s: float) -> str:
+    text = f"{what} reach {bytes_s / 1e9:.3g} GB/s"
+    if bytes_s < limit_bytes_s:
+        raise CheckFailedError(f"{text}, and should reach at least {limit_bytes_s / 1e9:.3g}")
+    return text
+
+
+def check_clock() -> str:
+    """Ask the kernel whether the clock is right."""
+    now = time.time()
+    if now < TIME_MIN:
+        raise CheckFailedError(f"the clock says {time.strftime('%Y-%m-%d', time.gmtime(now))}")
+    libc = ctypes.CDLL(None, use_errno=True)
+    state = (ctypes.c_long * 32)()  # struct timex; its modes are 0: nothing is set
+    if sys.maxsize < 1 << 32 or libc.adjtimex(ctypes.byref(state)) < 0:
+        raise NotCheckedError("the kernel does not say whether the clock is synchronised")
+    if ctypes.c_int(state[5]).value & CLOCK_UNSYNCHRONISED:
+        raise NoticedError(
+            "the kernel says that no time service synchronises the clock; times in logs of "
+            "different nodes may not be comparable"
+        )
+    return "synchronised"
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def check_devices() -> str:
+    """Multiply matrices with a known product on each GPU, and copy to it and back."""
+    import torch  # noqa: PLC0415
+
+    if not torch.cuda.is_available():
+        raise NotCheckedError("torch finds no GPU")
+    product = torch.from_numpy(known_product())
+    rates = [_check_device(torch, number, product) for number in range(torch.cuda.device_count())]
+    return _fast_enough(f"{len(rates)} GPUs gave the known answers; copies", *min(rates))
+
+
+def _check_device(torch: Any, number: int, product: Any) -> tuple[float, float]:
+    """The rate of copies to a device, and its limit."""
+    device, times = torch.device("cuda", number), 16
+    one, other = (torch.from_numpy(each).to(device) for each in _matrices())
+    expected = product.to(device)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        # As large as all multiprocessors need to take part, made of the known product.
+        tall, wide = one.to(dtype).repeat(times, 1), other.to(dtype).repeat(1, times)
+        found = (tall @ wide).to(torch.int32).view(times, SIZE, times, SIZE)
+        if not bool((found == expected[None, :, None, :]).all()):
+            raise CheckFailedError(f"GPU {number} multiplied {dtype} matrices wrongly")
+    data = torch.arange(MEMORY_BYTES // 8, dtype=torch.int64).pin_memory()
+    there, back = torch.empty_like(data, device=device), torch.empty_like(data).pin_memory()
+    took_s = float("inf")
+    for _ in range(3):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        there.copy_(data, non_blocking=True)
+        torch.cuda.synchronize(device)
+        took_s = min(took_s, time.perf_counter() - began)
+    back.copy_(there)
+    if not torch.equal(data, back):
+        raise CheckFailedError(f"bytes that were copied to GPU {number} came back wrong")
+    return MEMORY_BYTES / took_s, DEVICE_BYTES_S
+
+
+def check_device_memory() -> str:
+    """Ask the driver for rows that could not be remapped, which it gives wrong bytes from, and for
+    errors that it could not correct."""
+    remapped = _ask_driver(
+        "--query-remapped-rows=gpu_uuid,remapped_rows.failure,remapped_rows.pending"
+    )
+    failed = [row[0] for row in remapped if row[1].lower() not in ("0", "no", "[n/a]")]
+    if failed:
+        raise CheckFailedError(f"rows of the memory of {', '.join(failed)} cannot be remapped")
+    pending = [row[0] for row in remapped if row[2].lower() not in ("0", "no", "[n/a]")]
+    wrong = [
+        row[0]
+        for row in _ask_driver("--query-gpu=gpu_uuid,ecc.errors.uncorrected.volatile.total")
+        if row[1].isdecimal() and int(row[1])
+    ]
+    if pending or wrong:
+        raise NoticedError(
+            f"memory errors since the driver started: {', '.join(dict.fromkeys(pending + wrong))}; "
+            f"reset or replace them"
+        )
+    return "the driver reports no memory errors"
+
+
+def _ask_driver(query: str) -> list[list[str]]:
+    """Rows of what nvidia-smi answers.
+
+    Raises:
+        NotCheckedError: it is not there, or does not know the query.
+    """
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=20.0,
+            check=True,
+        )
+    except FileNotFoundError:
+        raise NotCheckedError("there is no nvidia-smi") from None
+    except (subprocess.SubprocessError, OSError) as error:
+        raise NotCheckedError(f"nvidia-smi does not answer: {error}") from error
+    rows = [[field.strip() for field in row.split(",")] for row in done.stdout.splitlines()]
+    width = query.count(",") + 1
+    return [row for row in rows if len(row) == width]
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "processors": check_processors,
+    "memory": check_memory,
+    "shared memory": check_shared_memory,
+    "disk": check_disk,
+    "clock": check_clock,
+    "GPUs": check_devices,
+    "GPU memory": check_device_memory,
+}
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+
+def run_checks() -> Iterator[Result]:
+    """Run all checks in this process, one after the other. For `main`: who wants results calls
+    `NodeChecks`."""
+    for name, check in CHECKS.items():
+        try:
+            yield Result(name, Outcome.PASSED, check())
+        except CheckFailedError as error:
+            yield Result(name, Outcome.FAILED, str(error))
+        except NoticedError as error:
+            yield Result(name, Outcome.NOTICED, str(error))
+        except Exception as error:  # what a check cannot do proves nothing about the node
+            text = str(error) or type(error).__name__
+            yield Result(name, Outcome.NOT_CHECKED, text)
+
+
+class NodeChecks:
+    """Checks that run in a process of their own, from the construction on."""
+
+    def __init__(self) -> None:
+        self._until = time.monotonic() + LIMIT_S
+        self._problem = ""
+        """Why the process could not be started."""
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "holdfast.node_checks"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        except OSError as error:
+            self._problem = f"no process can be started: {error.strerror}"
+
+    def results(self) -> list[Result]:
+        """Wait for the results, for `LIMIT_S` at most. If the process ended early or did not end,
+        the check that it was at has failed."""
+        if self._problem:
+            return [Result("all", Outcome.NOT_CHECKED, self._problem)]
+        try:
+            written, _ = self._process.communicate(timeout=max(0.0, self._until - time.monotonic()))
+            end = self._end_in_words()
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            written, _ = self._process.communicate()
+            end = f"did not end within {LIMIT_S:.0f} s"
+        except BaseException:  # this process is told to end
+            self._process.kill()
+            raise
+        found = [_read_result(line) for line in written.splitlines() if line]
+        if end and len(found) < len(CHECKS):
+            check = list(CHECKS)[len(found)]
+            found.append(Result(check, Outcome.FAILED, f"the process that checks {end}"))
+        return found
+
+    def _end_in_words(self) -> str:
+        code = self._process.returncode
+        if code < 0:
+            return f"was ended by signal {-code}"
+        return f"ended with code {code}" if code else ""
+
+
+def failures_in_words(results: Sequence[Result]) -> str:
+    """What has failed, in one line; empty if nothing has."""
+    failed = [each for each in results if each.outcome is Outcome.FAILED]
+    return "; ".join(f"{each.check}: {each.text}" for each in failed)
+
+
+def _read_result(line: str) -> Result:
+    document = json.loads(line)
+    return Result(document["check"], Outcome(document["outcome"]), document["text"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all checks, and write each result as a line of JSON once it is there."""
+    argparse.ArgumentParser(
+        prog="python -m holdfast.node_checks",
+        description="Check the node that this process runs on; writes a line of JSON for each "
+        "check. `holdfast preflight` shows the same as a table.",
+    ).parse_args(argv)
+    for result in run_checks():
+        print(json.dumps(asdict(result)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
