@@ -34,13 +34,15 @@ from typing import Any
 import numpy as np
 
 LIMIT_S = 180.0
-"""Time within which all checks must have ended: devices of a large
-machine take 20 s to start, and a busy one imports torch for a minute."""
+"""Time within which all checks must have ended: devices of a large machine take 20 s to start, and
+a busy machine imports torch for a minute."""
 COMPUTE_S = 0.3
 """Time for which every processor computes."""
 SIZE = 256
 """Rows of the matrices with a known product. Their elements are -1, 0 and 1, so that each sum is an
 integer that is exact in every floating-point type."""
+TILES = 16
+"""Times that the product is repeated in each direction on a GPU, so that all of it takes part."""
 PRODUCT_SHA256 = "965a898d52d9499a"
 """Beginning of the digest of that product, of int32 in rows, little-endian."""
 MEMORY_BYTES, FILE_BYTES, DISK_BYTES = 256 << 20, 64 << 20, 16 << 20
@@ -260,34 +262,36 @@ def check_devices() -> str:
     if not torch.cuda.is_available():
         raise NotCheckedError("torch finds no GPU")
     product = torch.from_numpy(known_product())
-    rates = [_check_device(torch, number, product) for number in range(torch.cuda.device_count())]
-    return _fast_enough(f"{len(rates)} GPUs gave the known answers; copies", *min(rates))
+    rates = [
+        _check_device(torch.device("cuda", number), product)
+        for number in range(torch.cuda.device_count())
+    ]
+    text = f"{len(rates)} GPUs gave the known answers; copies"
+    return _fast_enough(text, min(rates), DEVICE_BYTES_S)
 
 
-def _check_device(torch: Any, number: int, product: Any) -> tuple[float, float]:
-    """The rate of copies to a device, and its limit."""
-    device, times = torch.device("cuda", number), 16
+def _check_device(device: Any, product: Any) -> float:
+    """Bytes per second of copies to a device."""
+    import torch  # noqa: PLC0415
+
     one, other = (torch.from_numpy(each).to(device) for each in _matrices())
-    expected = product.to(device)
+    expected, times = product.to(device), TILES
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        # As large as all multiprocessors need to take part, made of the known product.
         tall, wide = one.to(dtype).repeat(times, 1), other.to(dtype).repeat(1, times)
         found = (tall @ wide).to(torch.int32).view(times, SIZE, times, SIZE)
         if not bool((found == expected[None, :, None, :]).all()):
-            raise CheckFailedError(f"GPU {number} multiplied {dtype} matrices wrongly")
-    data = torch.arange(MEMORY_BYTES // 8, dtype=torch.int64).pin_memory()
-    there, back = torch.empty_like(data, device=device), torch.empty_like(data).pin_memory()
-    took_s = float("inf")
+            raise CheckFailedError(f"{device} multiplied {dtype} matrices wrongly")
+    pinned = device.type == "cuda"
+    data = torch.arange(MEMORY_BYTES // 8, dtype=torch.int64, device="cpu")
+    data = data.pin_memory() if pinned else data
+    there, took_s = torch.empty_like(data, device=device), float("inf")
     for _ in range(3):
-        torch.cuda.synchronize(device)
         began = time.perf_counter()
-        there.copy_(data, non_blocking=True)
-        torch.cuda.synchronize(device)
+        there.copy_(data)  # waits for the copy
         took_s = min(took_s, time.perf_counter() - began)
-    back.copy_(there)
-    if not torch.equal(data, back):
-        raise CheckFailedError(f"bytes that were copied to GPU {number} came back wrong")
-    return MEMORY_BYTES / took_s, DEVICE_BYTES_S
+    if not torch.equal(data, there.cpu()):
+        raise CheckFailedError(f"bytes that were copied to {device} came back wrong")
+    return MEMORY_BYTES / took_s
 
 
 def check_device_memory() -> str:

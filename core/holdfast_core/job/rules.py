@@ -474,6 +474,11 @@ _TRAINER = (
     _not_for_external(".scheduling.gang", "self.scheduling.gang != 'None'", "remove it"),
     _not_for_external(".failurePolicy.spares", "self.failurePolicy.spares != 0", "remove it"),
     _not_for_external(
+        ".failurePolicy.checkNodes",
+        "self.failurePolicy.checkNodes",
+        "remove it, and run `python -m holdfast.node_checks` before the script",
+    ),
+    _not_for_external(
         ".snapshot.policy.type",
         f"self.snapshot.policy.type != '{PolicyType.FULL}'",
         _IN_THE_SCRIPT,
