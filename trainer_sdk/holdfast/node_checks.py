@@ -275,15 +275,15 @@ def _check_device(device: Any, product: Any) -> float:
     import torch  # noqa: PLC0415
 
     one, other = (torch.from_numpy(each).to(device) for each in _matrices())
-    expected, times = product.to(device), TILES
+    is_cuda = device.type == "cuda"
+    expected, times = product.to(device), TILES if is_cuda else 1
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         tall, wide = one.to(dtype).repeat(times, 1), other.to(dtype).repeat(1, times)
         found = (tall @ wide).to(torch.int32).view(times, SIZE, times, SIZE)
         if not bool((found == expected[None, :, None, :]).all()):
             raise CheckFailedError(f"{device} multiplied {dtype} matrices wrongly")
-    pinned = device.type == "cuda"
     data = torch.arange(MEMORY_BYTES // 8, dtype=torch.int64, device="cpu")
-    data = data.pin_memory() if pinned else data
+    data = data.pin_memory() if is_cuda else data
     there, took_s = torch.empty_like(data, device=device), float("inf")
     for _ in range(3):
         began = time.perf_counter()
