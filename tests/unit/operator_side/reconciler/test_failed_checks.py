@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from virtual_world import World, make_job, running
 
@@ -25,7 +27,7 @@ def kinds(world: World) -> dict[str, list[str]]:
 def test_its_member_moves_to_another_node_and_the_failure_counts_against_it(
     rules: list[dict[str, str]] | None,
 ) -> None:
-    given = {} if rules is None else {"rules": rules}
+    given: dict[str, Any] = {} if rules is None else {"rules": rules}
     world = World(make_job(**given))
     world.settle(1.0)
     world.exit_agent(2, FAILED_CHECK)
