@@ -56,7 +56,8 @@ from holdfast_core.job.failures import REFORM_S
 
 log = logging.getLogger(__name__)
 
-MONITOR_S = 0.1
+PAUSE_S = 1e-3
+"""Torchrun's pause between two looks at workers, which cannot be 0: our agent pauses itself."""
 GRACE_S = 5.0
 INVALID = 2
 """Exit code for a setting with which no worker can be started, as for a wrong command line."""
@@ -217,7 +218,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
         entrypoint=entrypoint,
         args=(paths, *arguments) if script else arguments,
         max_restarts=RESTARTS_MAX,
-        monitor_interval=MONITOR_S,
+        monitor_interval=PAUSE_S,
     )
     logs = (
         DefaultLogsSpecs(log_dir=str(settings.log_dir), redirects=Std.ALL)

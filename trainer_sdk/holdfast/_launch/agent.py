@@ -53,6 +53,9 @@ EXIT_WAIT_S = 300.0
 LEAVE_S = 5.0
 """Time for which the store is still served to agents that do not know yet that all have
 finished."""
+MONITOR_S = 0.1
+"""Time after which an agent looks again whether workers have failed. Those that die together are
+usually found in one look."""
 POLL_S = 0.1
 REPORT_S = 2.0
 """Time after which a worker's failure is reported again while its epoch lasts."""
@@ -76,7 +79,8 @@ class HoldfastAgent(LocalElasticAgent):
     """Agent that starts, watches and restarts the workers of one node.
 
     Args:
-        spec: workers to start; their rendezvous handler must be `rendezvous`.
+        spec: workers to start; their rendezvous handler must be `rendezvous`. Torchrun's pauses
+            between two looks at them, `monitor_interval`, come in addition to `MONITOR_S`.
         grace_s: time that workers get between SIGTERM and SIGKILL when the agent itself is stopped.
         stderr: the end of the stderr of each worker; None if it is not kept.
         record_waiting: called with the reason while workers cannot start, and with "" once they do.
@@ -205,6 +209,8 @@ class HoldfastAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Start the workers that a new world lacks, report those that have failed, and return the
         state of all of them: a worker that others outlive is no failure of the group."""
+        # The ranks of a new world wait for those that this agent has to start: do not pause then.
+        self._membership.wait_moved(MONITOR_S)
         # Workers that a move to another world has killed belong to it: so look at them first.
         self._workers.poll()
         joined = replace(self._membership.joined, store=None)
@@ -222,7 +228,7 @@ class HoldfastAgent(LocalElasticAgent):
         spec, lanes = worker_group.spec, worker_group.spec.local_world_size
         missing = set(range(lanes)) - joined.kept
         # The control loop needs to know of workers that were killed for lack of memory, even now.
-        self._workers.poll()
+        self._workers.poll_dead(missing)
         for lane, failure in self._workers.failures().items():
             known = lane in self._reported_s or self._workers.was_killed(failure.pid)
             if lane in missing and not known:

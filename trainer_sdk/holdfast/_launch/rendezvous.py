@@ -278,6 +278,8 @@ class HoldfastRendezvous(RendezvousHandler):
         self._closed = threading.Event()
         self._settled = threading.Event()
         """Cleared while kept workers have yet to arrive."""
+        self._moved = threading.Event()
+        """Set when this node has moved to another world with its workers; see `wait_moved`."""
         self._arrived = False
         self._finished = False
 
@@ -321,6 +323,12 @@ class HoldfastRendezvous(RendezvousHandler):
     def wait_ended(self, timeout_s: float) -> bool:
         """Wait for the end of the present epoch; return whether it has ended."""
         return self._ended.wait(timeout_s)
+
+    def wait_moved(self, timeout_s: float) -> None:
+        """Wait until this node has moved to another world with some of its workers, at most
+        `timeout_s`. A move ends one call, or the next one if none waits."""
+        if self._moved.wait(timeout_s):
+            self._moved.clear()
 
     def wait_arrived(self, timeout_s: float) -> bool:
         """Wait until it is known whether the workers have arrived in the newest joined world, and
@@ -595,6 +603,7 @@ class HoldfastRendezvous(RendezvousHandler):
             self._settled.clear()
             if others := self.list_workers().keys() - kept:
                 self.kill(others)
+        self._moved.set()
         log.info(
             "epoch %d: node %d of %d, keeping its workers %s",
             entered.epoch,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,6 +32,8 @@ from holdfast._launch.process_tree import state_of
 
 CLOSE_S = 30
 """Time that torchrun gives a process to end."""
+REAP_S, REAP_POLL_S = 5.0, 0.005
+"""Longest wait for the results of workers that have just died, and the pauses within it."""
 
 
 class NodeWorkers:
@@ -113,6 +116,17 @@ class NodeWorkers:
         for lane, context in self._contexts.items():
             if lane not in self._results and (result := context.wait(0)) is not None:
                 self._results[lane] = result
+
+    def poll_dead(self, lanes: Collection[int]) -> None:
+        """Poll until the results of `lanes` are known, whose workers are dead or dying: the fork
+        server that reads their exit codes takes a moment."""
+        until = time.monotonic() + REAP_S
+        self.poll()
+        while self._contexts.keys() & set(lanes) - self._results.keys():
+            if time.monotonic() > until:
+                return
+            time.sleep(REAP_POLL_S)
+            self.poll()
 
     def failures(self) -> dict[int, ProcessFailure]:
         """Return the failure of each worker that `poll` has seen fail, by its lane."""

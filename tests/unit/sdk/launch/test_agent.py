@@ -199,7 +199,7 @@ class Node:
             entrypoint=_read if forked else "cat",
             args=(str(self.fifo),),
             max_restarts=RESTARTS_MAX,
-            monitor_interval=0.1,
+            monitor_interval=1e-3,
         )
         self.memory_is_short = False
         self.agent = FinishedAgent(
@@ -396,6 +396,10 @@ def _is_in(here: Node, epoch: int) -> bool:
     return here.rendezvous.epoch == epoch
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def environment(pid: int) -> dict[str, str]:
     """The variables that a program was started with. While it is being started, it has none."""
     environ = Path(f"/proc/{pid}/environ")
@@ -524,6 +528,31 @@ def test_a_worker_that_is_stopped_is_replaced_among_those_that_are_kept(
     assert replaced(here, before) == [3]
     with pytest.raises(ProcessLookupError):
         os.kill(before[3], 0)
+
+
+def test_a_worker_that_died_just_before_its_node_moved_is_reported(
+    worlds: Worlds, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fork server, which learns of the death first, goes on only when the agent looks."""
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds), forked=True, lanes=len(LANES))
+    before = here.agent.start()
+    here.daemon.kept_lanes[2] = set(LANES) - {1}
+    forking = parent_of(before[1])
+    os.kill(forking, signal.SIGSTOP)
+    try:
+        os.kill(before[1], signal.SIGKILL)
+        until(lambda: 1 not in here.agent.running_workers())
+        worlds.begin(2)
+        worlds.wait(partial(_is_in, here, 2))
+        monkeypatch.setattr(
+            here.rendezvous, "wait_moved", lambda timeout_s: os.kill(forking, signal.SIGCONT)
+        )
+        assert here.agent.state() is WorkerState.HEALTHY
+    finally:
+        os.kill(forking, signal.SIGCONT)
+    assert here.daemon.exits == [(1, 1, 137)]
+    assert replaced(here, before) == [1]
 
 
 def test_a_kept_worker_that_does_not_arrive_is_killed_alone(

@@ -90,6 +90,26 @@ def test_the_nodes_meet_in_the_next_store_with_the_workers_that_they_have(worlds
             assert not handler.wait_ended(0.0)
 
 
+def test_an_agent_that_waits_learns_at_once_that_its_node_has_moved(worlds: Worlds) -> None:
+    """Whether it waits already, or not yet."""
+    daemon = PlayedDaemon(worlds)
+    daemon.keeps |= {2, 3}
+    with rendezvous(daemon) as (handler, _):
+        worlds.begin(1)
+        handler.next_rendezvous()
+        Workers(handler)
+        for epoch, first in ((2, True), (3, False)):
+            waiting = threading.Thread(target=handler.wait_moved, args=(10**6,), daemon=True)
+            if first:
+                waiting.start()
+            worlds.begin(epoch)
+            moved(worlds, epoch, handler)
+            if not first:
+                waiting.start()
+            waiting.join(TIMEOUT_S)
+            assert not waiting.is_alive()
+
+
 def test_nodes_keep_their_workers_while_their_number_changes(worlds: Worlds) -> None:
     daemons = [PlayedDaemon(worlds, rank, 3) for rank in range(3)]
     with (
