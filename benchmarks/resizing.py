@@ -22,12 +22,15 @@ from benchmarks.recovery.runs import Mode
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.errors import UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_operator.reconciler.observe.views import EventReason
 
 WORKER = Path(__file__).with_name("resizing_worker.py")
 NODES, LOST = 3, 1
 WITHIN_S = 600.0
 RANKS_OF_NODE = {"fsdp2": 1, "hsdp": 2}
 CHANGES = ("fewer nodes", "more nodes")
+DECISIONS = (EventReason.RECOVERING, EventReason.JOINED)
+"""Reasons of the events of a world of another size."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,8 +107,9 @@ async def _run(layout: str, mode: Mode, folder: Path) -> list[float]:
                 await cluster.kill_node(home)
             else:
                 await cluster.start_node(home)
-            changed = await _protected(cluster, nodes, epoch)
-            decided_at = changed.local.recoveries[-1].decided_at
+            await _protected(cluster, nodes, epoch)
+            # A job that grows recovers from nothing.
+            decided_at = [each.time for each in cluster.events if each.reason in DECISIONS][-1]
             first = _processes(folder, nodes * nproc, decided_at)
             took_s.append(max(first.values()) - decided_at)
             stayed = len(before.keys() & first.keys())
