@@ -84,7 +84,7 @@ class Entries:
         self,
         enter: Callable[[int, bytes], T],
         unwind: Callable[[], None],
-        history: Callable[[], bytes],
+        history: Callable[[], bytes] | None = None,
     ) -> T:
         """Restore, run the framework's loop to its end on all ranks, and return what it returns.
 
@@ -92,12 +92,14 @@ class Entries:
             enter: runs the loop, given the number of completed steps, and what `history` returned
                 on a rank that has lived through them.
             unwind: drops what refers to the groups of a world, after its end.
-            history: returns what a new rank takes from one that stayed; empty on a new rank.
+            history: returns what a new rank takes from one that stayed; empty on a new rank. None
+                on all ranks if there is nothing to take.
         """
         done = self._runner.begin_steps()
         while True:
             try:
-                result = enter(done, self._share(history()) if done else b"")
+                lived = self._share(history()) if done and history is not None else b""
+                result = enter(done, lived)
                 if self._runner.finish_steps():
                     return result
             except Exception as error:

@@ -96,7 +96,7 @@ class HoldfastCallback(Protection, Callback):  # type: ignore[misc]  # the packa
             entered = True
             trainer.fit(module, **arguments)
 
-        entries.run(enter, self._put_back_generators, bytes)
+        entries.run(enter, self._put_back_generators)
         self._close()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -107,7 +107,7 @@ class ProtectedCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  
 
         trainer.train_step = begin_and_train
         try:
-            self._entries.run(self._enter, self._unwind, bytes)
+            self._entries.run(self._enter, self._unwind)
         finally:
             del trainer.train_step
 
