@@ -677,6 +677,7 @@ class ProgressReport(_message.Message):
     WINDOW_STEPS_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     step: _builtins.int
     skipped: _builtins.int
@@ -701,6 +702,10 @@ class ProgressReport(_message.Message):
     def plan(self) -> _values_pb2.ExpertPlanReport:
         """only where experts have uneven copies"""
 
+    @_builtins.property
+    def times(self) -> _values_pb2.StepTimes:
+        """newest window of steps; absent before the first"""
+
     def __init__(
         self,
         *,
@@ -716,10 +721,11 @@ class ProgressReport(_message.Message):
         window_steps: _builtins.int = ...,
         loss: _values_pb2.LossReport | None = ...,
         plan: _values_pb2.ExpertPlanReport | None = ...,
+        times: _values_pb2.StepTimes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "plan", b"plan", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "failure", b"failure", "failure_code", b"failure_code", "interval_steps", b"interval_steps", "loss", b"loss", "plan", b"plan", "save_period_s", b"save_period_s", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step", "window_steps", b"window_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "failure", b"failure", "failure_code", b"failure_code", "interval_steps", b"interval_steps", "loss", b"loss", "plan", b"plan", "save_period_s", b"save_period_s", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step", "times", b"times", "window_steps", b"window_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -808,3 +808,52 @@ class StackFrame(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StackFrame: _TypeAlias = StackFrame  # noqa: Y015
+
+@_typing.final
+class StepTimes(_message.Message):
+    """How a rank has divided its steps lately (holdfast_core.stragglers.StepTimes): medians of a window
+    of steps, in seconds per step.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    OWN_S_FIELD_NUMBER: _builtins.int
+    OWN_SPREAD_S_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    DATA_S_FIELD_NUMBER: _builtins.int
+    PROCESSOR_S_FIELD_NUMBER: _builtins.int
+    window: _builtins.int
+    """number of the window in the rank's session, from 1"""
+    steps: _builtins.int
+    stage: _builtins.int
+    """of the pipeline"""
+    step_s: _builtins.float
+    own_s: _builtins.float
+    own_spread_s: _builtins.float
+    wait_s: _builtins.float
+    data_s: _builtins.float
+    processor_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        window: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        stage: _builtins.int = ...,
+        step_s: _builtins.float = ...,
+        own_s: _builtins.float = ...,
+        own_spread_s: _builtins.float = ...,
+        wait_s: _builtins.float = ...,
+        data_s: _builtins.float = ...,
+        processor_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_s", b"data_s", "own_s", b"own_s", "own_spread_s", b"own_spread_s", "processor_s", b"processor_s", "stage", b"stage", "step_s", b"step_s", "steps", b"steps", "wait_s", b"wait_s", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTimes: _TypeAlias = StepTimes  # noqa: Y015

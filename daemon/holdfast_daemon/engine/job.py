@@ -45,6 +45,7 @@ from holdfast_core.snapshots.manifests import ExpertVersion, Manifest, ParityEnt
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_core.states import EndReason, RestoreSource
+from holdfast_core.stragglers import StepTimes
 from holdfast_daemon.engine import (
     answers,
     completions,
@@ -567,6 +568,7 @@ class JobEngine:
         pace: SavePace | None = None,
         loss: LossReport | None = None,
         plan: PlanReport | None = None,
+        times: StepTimes | None = None,
     ) -> None:
         """Record a rank's sign of life and the state of its saves.
 
@@ -588,6 +590,8 @@ class JobEngine:
         record.failure, record.failure_code = failure, failure_code
         record.pace = pace or SavePace()
         record.loss, record.plan = loss, plan
+        if session.epoch == self.memory.epoch:
+            record.times = (session.epoch, times)
 
     def follows(self, rank: int, pid: int, size: int = 0) -> int:
         """Record that the worker of `rank` follows its worlds from now on, until `unfollows`.

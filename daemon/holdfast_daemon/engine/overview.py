@@ -18,6 +18,7 @@ from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership, Redundancy
 from holdfast_core.snapshots.reports import Directive
 from holdfast_core.states import EndReason, RankHealth, RestoreSource
+from holdfast_core.stragglers import StepTimes
 from holdfast_daemon.engine.slots import ParityState, SlotState
 from holdfast_daemon.engine.state import Inspection, JobMemory, RankRecord, SavePace
 
@@ -57,6 +58,8 @@ class RankOverview:
     failed: int
     pace: SavePace
     loss: LossReport | None
+    times: StepTimes | None
+    """How its newest steps in this epoch were divided; None without a session."""
     committed: Generation | None
     """The newest snapshot of the rank that is sealed here."""
 
@@ -386,6 +389,7 @@ def _rank(memory: JobMemory, rank: int, committed: set[Generation]) -> RankOverv
         failed=record.failed,
         pace=record.pace,
         loss=record.loss,
+        times=record.times[1] if record.session and record.times[0] == memory.epoch else None,
         committed=max(committed, default=None),
     )
 

@@ -21,6 +21,7 @@ from holdfast_core.snapshots.manifests import Inventory, SnapshotEntry
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_core.states import EndReason, RestoreSource
+from holdfast_core.stragglers import StepTimes
 from holdfast_daemon.engine.effects import Effect, Note
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.persist_memory import PersistMemory
@@ -128,6 +129,8 @@ class RankRecord:
     """Cost of leaving experts out of snapshots; None where they hold everything."""
     plan: PlanReport | None = None
     """Expert plan of its world; None without uneven copies."""
+    times: tuple[int, StepTimes | None] = (0, None)
+    """(epoch, how the newest steps of its session in that epoch were divided)."""
     restored: tuple[Generation | None, RestoreSource] | None = None
     """Generation that the rank was given to restore in this epoch, and its source. Of a rank that
     goes on live: the epoch, the step whose state it has, and LIVE, or the source of what it has

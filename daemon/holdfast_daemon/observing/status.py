@@ -9,6 +9,7 @@ from __future__ import annotations
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.inspections import FRAMES_SENT_MAX
 from holdfast_core.snapshots.generations import Generation
+from holdfast_core.stragglers import StepTimes
 from holdfast_daemon.engine import Inspection
 from holdfast_daemon.engine.overview import JobOverview, PersistOverview, RankOverview
 from holdfast_daemon.job.host import JobHost
@@ -16,6 +17,7 @@ from holdfast_protos import codec, control_pb2
 from holdfast_protos.expert_plans import plan_to_proto
 from holdfast_protos.inspections import processes_to_proto
 from holdfast_protos.losses import loss_to_proto
+from holdfast_protos.step_times import times_to_proto
 
 
 def job_state(host: JobHost) -> control_pb2.JobState:
@@ -111,6 +113,7 @@ def _rank(rank: RankOverview, now: float) -> control_pb2.RankState:
         unprotected=rank.unprotected,
         exit_reason=rank.exit_reason,
         oom_killed_in=rank.oom_killed_in,
+        times=None if rank.times is None else times_to_proto(rank.times),
     )
 
 
@@ -146,6 +149,7 @@ def as_json(host: JobHost, job: JobOverview) -> dict[str, object]:
                 "failed": rank.failed,
                 "follows": rank.follows,
                 "unprotected": rank.unprotected,
+                "times": _times(rank.times),
                 "loss": _loss(rank.loss),
             }
             for rank in job.ranks
@@ -176,6 +180,14 @@ def as_json(host: JobHost, job: JobOverview) -> dict[str, object]:
 
 def _text(generation: Generation | None) -> str | None:
     return str(generation) if generation is not None else None
+
+
+def _times(found: StepTimes | None) -> dict[str, object] | None:
+    """How a rank divides its steps, for people: without the number of the window."""
+    if found is None:
+        return None
+    seconds = {"step_s": found.step_s, "own_s": found.own_s, "wait_s": found.wait_s}
+    return {"steps": found.steps, **{name: round(each, 6) for name, each in seconds.items()}}
 
 
 def _loss(found: LossReport | None) -> dict[str, object] | None:

@@ -47,6 +47,7 @@ from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.expert_plans import plan_from_proto
 from holdfast_protos.inspections import processes_from_proto
 from holdfast_protos.losses import rank_loss_from_proto
+from holdfast_protos.step_times import times_from_proto
 
 ASK_AGAIN_S = 1.0
 WORLD_WAIT_S_MAX = 30.0
@@ -350,6 +351,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             ),
             loss=rank_loss_from_proto(request.loss) if request.HasField("loss") else None,
             plan=plan_from_proto(request.plan) if request.HasField("plan") else None,
+            times=times_from_proto(request.times) if request.HasField("times") else None,
             now=host.now,
         )
         return trainer_pb2.ProgressReply()

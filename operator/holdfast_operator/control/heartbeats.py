@@ -20,6 +20,7 @@ from holdfast_protos import codec, control_pb2, values_pb2
 from holdfast_protos.expert_plans import plan_from_proto
 from holdfast_protos.inspections import processes_from_proto
 from holdfast_protos.losses import loss_from_proto
+from holdfast_protos.step_times import times_from_proto
 
 
 def node_view(
@@ -131,6 +132,7 @@ def _rank_view(state: control_pb2.RankState) -> RankView:
         unprotected=state.unprotected,
         exit_reason=EndReason.of(state.exit_reason),
         oom_killed_in=state.oom_killed_in,
+        times=times_from_proto(state.times) if state.HasField("times") else None,
     )
 
 

@@ -28,11 +28,13 @@ from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import Layout, decode_layout, decode_manifest
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest
 from holdfast_core.states import RestoreProgress, RestoreSource
+from holdfast_core.stragglers import StepTimes
 from holdfast_protos import codec, persisting, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.connections import channels
 from holdfast_protos.expert_plans import plan_to_proto
 from holdfast_protos.loading import progress_from_proto
 from holdfast_protos.losses import loss_to_proto
+from holdfast_protos.step_times import times_to_proto
 
 _RECONNECT_MS_MAX = 1000
 _T = TypeVar("_T")
@@ -242,6 +244,7 @@ class TrainerReport(SaveTotals):
     window_steps: int = 0
     loss: LossReport | None = None
     plan: PlanReport | None = None
+    times: StepTimes | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -512,6 +515,8 @@ def _plain(value: object) -> Any:
             return loss_to_proto(value)
         case PlanReport():
             return plan_to_proto(value)
+        case StepTimes():
+            return times_to_proto(value)
         case tuple():
             return [_plain(item) for item in value]
         case _:

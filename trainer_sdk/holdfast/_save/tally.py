@@ -11,6 +11,7 @@ from holdfast._capture.loss import NO_LOSS, Loss
 from holdfast._daemon.client import TrainerReport
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError, SnapshotSkippedError
+from holdfast_core.stragglers import StepTimes
 
 _log = logging.getLogger("holdfast")
 _NUMBERS = re.compile(r"\d+")
@@ -44,6 +45,9 @@ class SaveCounters:
     """Steps from one snapshot to the next, if the interval is measured; otherwise 0."""
     window_steps: int = 0
     """Steps of the newest sparse window; 0 where snapshots are of one step."""
+    times: StepTimes | None = None
+    """How the newest steps were divided into own work and waiting; None before the first window of
+    steps."""
 
 
 IDLE_S = 0.5
@@ -124,4 +128,5 @@ class Tally:
                 window_steps=counters.window_steps,
                 loss=counters.loss.report,
                 plan=counters.plan,
+                times=counters.times,
             )

@@ -37,7 +37,9 @@ from holdfast._restoring.restore import Restore, Restored
 from holdfast._save.saver import Saver
 from holdfast._save.tally import SaveCounters
 from holdfast._save.task import Task
+from holdfast._session import torch_waits
 from holdfast._session.interface import TrainingState, WorldSession
+from holdfast._session.step_times import StepMeter
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.collect import Stateful, collect
@@ -114,6 +116,8 @@ class ProtectedSession(WorldSession):
         self._began = ""
         """The newest call after which a restore is refused; empty before one."""
         self._number, self._last_save_s = 0, 0.0
+        self._meter = StepMeter(topology.coordinates(rank).pp)
+        torch_waits.measure(self._meter)
         self._tokens = Tokens(strategy.token_parts)
         self._capacity = Capacity()
         self._routers = None
@@ -338,6 +342,7 @@ class ProtectedSession(WorldSession):
         now = time.monotonic()
         self._saver.tally.begin(step, now - self._last_save_s if self._last_save_s else 0.0)
         self._last_save_s = now
+        self.counters.times = self._meter.on_step(step) or self.counters.times
         if not self._is_due(handle, now):
             return
         self._number += 1
@@ -388,7 +393,9 @@ class ProtectedSession(WorldSession):
 
     def _count_wait(self, began_s: float) -> None:
         """Count the time since `began_s` as time in which training waited."""
-        self._interval.add_wait(time.monotonic() - began_s)
+        now_s = time.monotonic()
+        self._interval.add_wait(now_s - began_s)
+        self._meter.on_held(began_s, now_s)
 
     @torch.inference_mode(False)  # what is made in that mode cannot be written outside of it
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
@@ -499,6 +506,7 @@ class ProtectedSession(WorldSession):
 
     def before_step(self, optimizer: object) -> None:
         began_s = time.monotonic()
+        self._meter.before_optimizer(began_s)
         self._saver.wait_staged()
         self._count_wait(began_s)
         self._check_protection()
@@ -521,6 +529,7 @@ class ProtectedSession(WorldSession):
             return
         self._saver.wait_staged()
         self._closed = True
+        torch_waits.end(self._meter)
         self._hooks.remove()
         if self._routers is not None:
             self._routers.remove()

@@ -25,6 +25,7 @@ from holdfast_core.node_failures import CLEAN, FailureKind, NodeFailure, Rating,
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import EndReason, RankHealth, RestoreSource
+from holdfast_core.stragglers import StepTimes
 from holdfast_operator.reconciler.observe.counters import Counters
 
 NEVER = float("-inf")
@@ -65,6 +66,8 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     """Why its worker failed, where that is known."""
     oom_killed_in: int = 0
     """Newest epoch in which its worker was killed for lack of memory; 0 when in none."""
+    times: StepTimes | None = None
+    """How its newest steps in this epoch were divided; None before the first window of steps."""
 
     @property
     def at_work(self) -> bool:

@@ -1,0 +1,107 @@
+"""Shows a session where its training thread waits in torch: for other ranks, and for data.
+
+Python waits for a collective, or a message, in one method of torch, `Work.wait`, whatever group and
+library it belongs to. A DistributedDataParallel waits in C++; its reducer records when each
+gradient of this rank was complete, and Python calls it after each forward pass. A DataLoader gives
+batches in `__next__`. These three methods are replaced once per process, and this module is the
+only one that knows them. Where torch has one of them no more, nothing is measured there.
+
+With NCCL, `Work.wait` returns at once and the device waits: then no rank is seen to wait, and no
+rank is found to be slow.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import dataloader
+
+from holdfast._session.step_times import StepMeter
+
+_log = logging.getLogger("holdfast")
+_measuring: StepMeter | None = None
+"""The meter of the newest session of this process; None while there is none."""
+
+
+def measure(meter: StepMeter) -> None:
+    """From now on, let `meter` know where its thread waits, in place of any other meter."""
+    global _measuring
+    _replace_methods()
+    _measuring = meter
+
+
+def end(meter: StepMeter) -> None:
+    """Let `meter` know of nothing any more."""
+    global _measuring
+    if _measuring is meter:
+        _measuring = None
+
+
+def _meter() -> StepMeter | None:
+    """The meter to tell of what the calling thread does."""
+    meter = _measuring
+    return meter if meter is not None and meter.thread == get_ident() else None
+
+
+@functools.cache
+def _replace_methods() -> None:
+    """Replace the methods, once per process."""
+    _replace(dataloader, "_BaseDataLoaderIter", "__next__", _timed_next)
+    if dist.is_available():
+        _replace(dist, "Work", "wait", _timed_wait)
+        _replace(dist, "Reducer", "prepare_for_backward", _noted_forward)
+
+
+def _replace(module: Any, owner: str, name: str, wrapper: Callable[[Any], Any]) -> None:
+    kind = getattr(module, owner, None)
+    method = getattr(kind, name, None)
+    if kind is None or method is None:
+        _log.debug("torch has no %s.%s, so its waits are not measured", owner, name)
+        return
+    setattr(kind, name, wrapper(method))
+
+
+def _timed_wait(original: Callable[..., Any]) -> Callable[..., Any]:
+    # pybind11 knows an override in Python by this name, and by its first argument.
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        meter = _meter()
+        if meter is None:
+            return original(self, *args, **kwargs)
+        began_s = monotonic()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            meter.on_wait(began_s, monotonic())
+
+    return wait
+
+
+def _timed_next(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def __next__(self: Any) -> Any:  # noqa: N807
+        meter = _meter()
+        if meter is None:
+            return original(self)
+        began_s = monotonic()
+        try:
+            return original(self)
+        finally:
+            meter.on_batch(began_s, monotonic())
+
+    return __next__
+
+
+def _noted_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare_for_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        meter = _meter()
+        if meter is not None:
+            meter.on_forward(self, monotonic())
+        return result
+
+    return prepare_for_backward
