@@ -51,6 +51,11 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_operator_jobs_short",
         "holdfast_operator_jobs_ended_total",
     ),
+    "Stragglers": (
+        "holdfast_operator_job_stragglers",
+        "holdfast_step_own_seconds",
+        "holdfast_step_wait_seconds",
+    ),
     "Saves": (
         "holdfast_saves_skipped_total",
         "holdfast_saves_failed_total",
@@ -149,6 +154,12 @@ TITLES: dict[str, str] = {
     ),
     "holdfast_insecure": "1 while this daemon authenticates nobody",
     "holdfast_operator_insecure": "1 while the operator authenticates no daemon",
+    "holdfast_step_own_seconds": (
+        "Time of a step in which a rank does not wait for others, of the slowest rank of each node"
+    ),
+    "holdfast_step_wait_seconds": (
+        "Time of a step in which a rank waits for others, of the rank of each node that waits least"
+    ),
     "holdfast_save_period_seconds": "Time between the newest two saves, of the slowest rank",
     "holdfast_save_staged_seconds": (
         "Time from a save until its tensors could change again, of the slowest rank"
@@ -273,6 +284,7 @@ def _queries(definition: Definition) -> Iterator[tuple[str, str]]:
     chosen = f"{{{', '.join(filters)}}}" if filters else ""
     # A daemon's own memory and traffic are shown by node, everything else by its labels.
     shown = labels or (("node",) if ours else ())
+    shown += ("node",) if name in _BY_NODE else ()
     legend = " ".join(f"{{{{{label}}}}}" for label in shown) or "all"
     by = f" by ({', '.join(shown)})" if shown else ""
     if definition.type == "counter":
@@ -312,6 +324,10 @@ _SLOWEST = (
 )
 """Gauges of which the largest counts: of the slowest rank of a node, which all nodes of the job
 wait for, or of the replica that leads."""
+
+
+_BY_NODE = ("holdfast_step_own_seconds", "holdfast_step_wait_seconds")
+"""Gauges of a job that differ from node to node, and show something only beside each other."""
 
 
 _NEWEST = ("holdfast_protection_age_seconds", "holdfast_persist_age_seconds")

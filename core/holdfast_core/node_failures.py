@@ -67,6 +67,8 @@ class FailureKind(StrEnum):
     """A rank or an agent ended before training ran."""
     FAILED_CHECK = "FailedCheck"
     """A check of the node failed, before an agent took part."""
+    STRAGGLING = "Straggling"
+    """A rank on the node was slow, step after step, and all others waited for it."""
 
 
 WEIGHTS: Mapping[FailureKind, float] = {
@@ -75,6 +77,7 @@ WEIGHTS: Mapping[FailureKind, float] = {
     FailureKind.HANG: 1.0,
     FailureKind.FAILED_START: 1.0,
     FailureKind.FAILED_CHECK: 2.0,
+    FailureKind.STRAGGLING: 0.5,
 }
 IN_WORDS: Mapping[FailureKind, str] = {
     FailureKind.LOST_NODE: "node lost",
@@ -82,6 +85,7 @@ IN_WORDS: Mapping[FailureKind, str] = {
     FailureKind.HANG: "hang",
     FailureKind.FAILED_START: "failed start",
     FailureKind.FAILED_CHECK: "failed check",
+    FailureKind.STRAGGLING: "slow rank",
 }
 
 
@@ -311,7 +315,12 @@ def _order(failure: NodeFailure) -> tuple[float, str, str, int, str]:
 
 
 def _is_same(one: NodeFailure, other: NodeFailure) -> bool:
-    return (one.job, one.epoch) == (other.job, other.epoch) and abs(one.at - other.at) < REPEAT_S
+    straggling = FailureKind.STRAGGLING  # does not keep a failure that follows from counting
+    return (
+        (one.job, one.epoch) == (other.job, other.epoch)
+        and (one.kind is straggling) == (other.kind is straggling)
+        and abs(one.at - other.at) < REPEAT_S
+    )
 
 
 def age_in_words(seconds: float) -> str:

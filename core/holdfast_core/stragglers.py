@@ -76,8 +76,10 @@ class StepTimes(Struct, frozen=True, kw_only=True, gc=False):
 
 def bounded_times(times: StepTimes) -> StepTimes | None:
     """`times` if they can be those of a window, else None."""
-    seconds = (times.step_s, times.own_s, times.own_spread_s, times.wait_s)
-    seconds += (times.data_s, times.processor_s)
+    seconds = (
+        *(times.step_s, times.own_s, times.own_spread_s, times.wait_s),
+        *(times.data_s, times.processor_s),
+    )
     counts = (times.window, times.steps)
     sane = all(0 <= each <= TIME_S_MAX for each in seconds)  # False for a NaN
     sane = sane and all(1 <= each <= COUNT_MAX for each in counts)
@@ -175,7 +177,7 @@ def _judged(rank: int, own: StepTimes, peers: Sequence[StepTimes]) -> Straggler 
 
 
 def _median(times: Iterable[StepTimes], name: str) -> float:
-    return median(getattr(each, name) for each in times)
+    return float(median(getattr(each, name) for each in times))
 
 
 class _Record(Struct, frozen=True, kw_only=True, gc=False):
@@ -196,6 +198,8 @@ class StragglerWatch(Struct, frozen=True, kw_only=True):
     """Rank → number of its window in the newest round."""
     records: Mapping[int, _Record] = {}
     """Ranks that were slow lately."""
+    named: frozenset[int] = frozenset()
+    """All ranks that were ever named."""
 
     @property
     def stragglers(self) -> tuple[Straggler, ...]:
@@ -221,7 +225,8 @@ class StragglerWatch(Struct, frozen=True, kw_only=True):
             for rank in {*slow, *self.records} & times.keys()
             if (after := _after_round(self.records.get(rank, _Record()), slow.get(rank))).rounds
         }
-        return replace(self, windows=_numbers(times), records=records)
+        named = self.named.union(rank for rank, each in records.items() if each.named is not None)
+        return replace(self, windows=_numbers(times), records=records, named=named)
 
 
 def _numbers(times: Mapping[int, StepTimes]) -> dict[int, int]:

@@ -119,6 +119,18 @@ DEFINITIONS: tuple[Definition, ...] = (
         *JOB_LABELS,
     ),
     _gauge(
+        "step_own_seconds",
+        "Time of a step in which a rank does not wait for other ranks: of the slowest rank here.",
+        *JOB_LABELS,
+        unit="seconds",
+    ),
+    _gauge(
+        "step_wait_seconds",
+        "Time of a step in which a rank waits for others: of the rank here that waits least.",
+        *JOB_LABELS,
+        unit="seconds",
+    ),
+    _gauge(
         "tokens_routed", "Routings of a token to an expert, by the ranks on this node.", *JOB_LABELS
     ),
     _gauge("tokens_lost", "Tokens of all ranks that recoveries have lost so far.", *JOB_LABELS),

@@ -135,6 +135,8 @@ def status_view(
     if local is not None and (local.line or local.line_reason):
         line = local.line or "the beginning"
         parts.append(Text(f"started from {line}: {local.line_reason}", style="dim"))
+    for straggler in status.get("stragglers") or []:
+        parts.append(Text(f"SLOW: {straggler.get('text', '')}", style="yellow"))
     # Lines: figures, in words that the operator's code wrote.
     for part, style in (("tokenLoss", ""), ("experts", ""), ("protectionTraffic", "dim")):
         if part in status:

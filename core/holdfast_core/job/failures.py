@@ -38,6 +38,14 @@ class FailureAction(StrEnum):
     FAIL = "Fail"
 
 
+class OnStraggler(StrEnum):
+    """Response to a rank that is slower than its peers, so that they wait for it in each step."""
+
+    IGNORE = "Ignore"
+    REPORT = "Report"
+    REPLACE = "Replace"
+
+
 class Detection(Document, frozen=True, kw_only=True):
     """When something silent counts as lost."""
 
@@ -279,6 +287,20 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             },
         ),
     ] = False
+    on_straggler: Annotated[
+        OnStraggler,
+        Meta(
+            description="what to do about a rank that is slower than its peers",
+            examples=["Report"],
+            extra={
+                "more": "Report: an event and status.stragglers name a rank for which the others "
+                "wait in each step, and its node is avoided later. Replace: besides, its member "
+                "moves to a spare, if there is one and its parity group can rebuild its "
+                "snapshots; at most once in 30 minutes, and each member once. "
+                "Ignore: nothing is judged."
+            },
+        ),
+    ] = OnStraggler.REPORT
     detection: Detection = Detection()
     rules: Annotated[
         tuple[FailureRule, ...],

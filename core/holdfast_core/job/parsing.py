@@ -31,6 +31,7 @@ from holdfast_core.job.failures import (
     FailurePolicy,
     FailureRule,
     On,
+    OnStraggler,
 )
 from holdfast_core.job.local_differences import local_differences
 from holdfast_core.job.locations import Locations, location_of
@@ -61,6 +62,7 @@ __all__ = [
     "Gang",
     "MoETrainingJob",
     "On",
+    "OnStraggler",
     "PolicyType",
     "Scheduling",
     "Spec",

@@ -229,6 +229,12 @@ _WORLD = (
         field=".redundancy.mirrorReplicas",
     ),
     Rule(
+        rule="self.redundancy.type != 'None' || self.failurePolicy.onStraggler != 'Replace'",
+        says="Replace moves a member away from its memory, which nothing rebuilds with "
+        "redundancy.type None; use Report, or choose another redundancy.type",
+        field=".failurePolicy.onStraggler",
+    ),
+    Rule(
         rule="self.redundancy.type == 'None' || self.nodes != 1",
         says="a job of one node has no other node for its parity; use redundancy.type None, or "
         "at least 2 nodes",
@@ -472,6 +478,11 @@ _TRAINER = (
     _not_for_external(".minNodes", "has(self.minNodes) && self.minNodes < self.nodes", "remove it"),
     _not_for_external(".elastic", "has(self.elastic)", "remove it"),
     _not_for_external(".scheduling.gang", "self.scheduling.gang != 'None'", "remove it"),
+    _not_for_external(
+        ".failurePolicy.onStraggler",
+        "self.failurePolicy.onStraggler == 'Replace'",
+        "use Report",
+    ),
     _not_for_external(".failurePolicy.spares", "self.failurePolicy.spares != 0", "remove it"),
     _not_for_external(
         ".failurePolicy.checkNodes",

@@ -226,6 +226,32 @@ class ProtectionTrafficStatus(_Part, frozen=True, kw_only=True):
     text: Annotated[str, Meta(description="all of this in words")] | None = None
 
 
+class StragglerStatus(_Part, frozen=True, kw_only=True):
+    """A rank that is slower than its peers, so that they wait for it in each step."""
+
+    rank: Annotated[int, Meta(description="the number of the rank")]
+    member: Annotated[int, Meta(description="the index of its member")] | None = None
+    node: Annotated[str, Meta(description="the node of that member")] | None = None
+    cause: (
+        Annotated[
+            str,
+            Meta(
+                description="what takes it longer: Compute, Data or, if not known, Unknown",
+                examples=["Compute"],
+            ),
+        ]
+        | None
+    ) = None
+    slower_ratio: (
+        Annotated[
+            float,
+            Meta(description="how much longer than its peers it works, as a part of their time"),
+        ]
+        | None
+    ) = None
+    text: Annotated[str, Meta(description="all of this in words")] | None = None
+
+
 class FailureStatus(_Part, frozen=True, kw_only=True):
     """The newest rank, or launcher, that ended with an error of its own."""
 
@@ -369,6 +395,16 @@ class JobStatus(_Part, frozen=True, kw_only=True):
             tuple[RecoveryStatus, ...],
             Meta(
                 extra={"title": "The last ten recoveries, the newest last."},
+                extra_json_schema={"x-kubernetes-list-type": "atomic"},
+            ),
+        ]
+        | None
+    ) = None
+    stragglers: (
+        Annotated[
+            tuple[StragglerStatus, ...],
+            Meta(
+                extra={"title": "Ranks for which the others wait in each step, the slowest first."},
                 extra_json_schema={"x-kubernetes-list-type": "atomic"},
             ),
         ]

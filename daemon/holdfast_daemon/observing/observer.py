@@ -95,6 +95,7 @@ _PACE_GAUGES = (
     "save_interval_steps",
     "save_window_steps",
 )
+_TIMES_GAUGES = ("step_own_seconds", "step_wait_seconds")
 _PLAN_GAUGES = (
     "expert_least_nodes",
     "expert_seats",
@@ -193,6 +194,7 @@ class NodeObserver:
                 self._add_up("saves_skipped_reported", job, rank.skipped, rank.rank)
                 self._add_up("saves_failed_reported", job, rank.failed, rank.rank)
             self._pace(overview)
+            self._times(overview)
             self._tokens(overview)
             self._plan(overview)
             self._catalogue.publish_snapshot(job, status.as_json(host, overview))
@@ -237,6 +239,15 @@ class NodeObserver:
         metrics.set("save_staged_seconds", max(p.staged_s for p in paces), job=found.job)
         metrics.set("save_interval_steps", max(p.interval_steps for p in paces), job=found.job)
         metrics.set("save_window_steps", max(p.window_steps for p in paces), job=found.job)
+
+    def _times(self, found: JobOverview) -> None:
+        """Set the gauges of a step's time, from the rank here for which the others wait most."""
+        times, metrics = [rank.times for rank in found.ranks if rank.times], self._metrics
+        if not times:
+            metrics.forget_job(found.job, _TIMES_GAUGES)
+            return
+        metrics.set("step_own_seconds", max(each.own_s for each in times), job=found.job)
+        metrics.set("step_wait_seconds", min(each.wait_s for each in times), job=found.job)
 
     def _plan(self, found: JobOverview) -> None:
         """Set the gauges of the plan of uneven copies, if there is one."""

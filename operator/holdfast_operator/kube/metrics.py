@@ -62,6 +62,9 @@ DEFINITIONS: tuple[Definition, ...] = (
         "job_unprotected", "1 while ranks of a job train and their saves are refused.", *JOB_LABELS
     ),
     _gauge(
+        "job_stragglers", "Ranks for which the others of their job wait in each step.", *JOB_LABELS
+    ),
+    _gauge(
         "oldest_look_seconds",
         "Time since the last look at the job that has gone longest without one.",
     ),

@@ -13,6 +13,7 @@ as `WINDOW_S`, so that a daemon is not asked to take more of them than it passes
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from statistics import median
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -27,6 +28,9 @@ WAITS_MAX = 1024
 """Waits of one step that are kept one by one."""
 SKIPPED_WINDOWS = 1
 """Windows at the start of a session that are not reported: they warm up."""
+
+
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class _Step(NamedTuple):
@@ -151,7 +155,6 @@ def delayed_s() -> float:
     """Seconds for which the calling thread could have run, but had no processor; 0 where the kernel
     does not show it."""
     try:
-        with open("/proc/thread-self/schedstat", "rb") as file:
-            return int(file.read().split()[1]) * 1e-9
+        return int(_SCHEDSTAT.read_bytes().split()[1]) * 1e-9
     except (OSError, IndexError, ValueError):
         return 0.0

@@ -25,27 +25,30 @@ from torch.utils.data import dataloader
 from holdfast._session.step_times import StepMeter
 
 _log = logging.getLogger("holdfast")
-_measuring: StepMeter | None = None
-"""The meter of the newest session of this process; None while there is none."""
+
+
+class _Measuring:
+    """The meter that is used now."""
+
+    newest: StepMeter | None = None
+    """That of the newest session of this process; None while there is none."""
 
 
 def measure(meter: StepMeter) -> None:
     """From now on, let `meter` know where its thread waits, in place of any other meter."""
-    global _measuring
     _replace_methods()
-    _measuring = meter
+    _Measuring.newest = meter
 
 
 def end(meter: StepMeter) -> None:
     """Let `meter` know of nothing any more."""
-    global _measuring
-    if _measuring is meter:
-        _measuring = None
+    if _Measuring.newest is meter:
+        _Measuring.newest = None
 
 
 def _meter() -> StepMeter | None:
-    """The meter to tell of what the calling thread does."""
-    meter = _measuring
+    """The meter for what the calling thread does; None if nothing measures it."""
+    meter = _Measuring.newest
     return meter if meter is not None and meter.thread == get_ident() else None
 
 
@@ -55,7 +58,8 @@ def _replace_methods() -> None:
     _replace(dataloader, "_BaseDataLoaderIter", "__next__", _timed_next)
     if dist.is_available():
         _replace(dist, "Work", "wait", _timed_wait)
-        _replace(dist, "Reducer", "prepare_for_backward", _noted_forward)
+        if hasattr(getattr(dist, "Reducer", None), "get_backward_stats"):
+            _replace(dist, "Reducer", "prepare_for_backward", _noted_forward)
 
 
 def _replace(module: Any, owner: str, name: str, wrapper: Callable[[Any], Any]) -> None:
@@ -83,7 +87,7 @@ def _timed_wait(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _timed_next(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def __next__(self: Any) -> Any:  # noqa: N807
+    def __next__(self: Any) -> Any:
         meter = _meter()
         if meter is None:
             return original(self)

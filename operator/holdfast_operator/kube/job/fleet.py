@@ -201,6 +201,7 @@ class Fleet:
         metrics.replace_all("job_phase", phases)
         metrics.replace_all("job_recoveries", {j: s.get("recoveries", 0) for j, s in of.items()})
         metrics.replace_all("job_unprotected", {j: _is_unprotected(s) for j, s in of.items()})
+        metrics.replace_all("job_stragglers", {j: _slow(s) for j, s in of.items()})
         metrics.replace_all("job_members_missing", {j: _missing(s) for j, s in of.items()})
 
     async def free_orphans(self) -> None:
@@ -234,6 +235,11 @@ class Fleet:
 def _is_short(status: Object) -> bool:
     """Whether the job trains without some of its members."""
     return _missing(status) > 0
+
+
+def _slow(status: Object) -> int:
+    """Number of ranks for which the others wait in each step."""
+    return len(status.get("stragglers") or ())
 
 
 def _is_unprotected(status: Object) -> bool:

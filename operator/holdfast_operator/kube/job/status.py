@@ -23,6 +23,7 @@ from holdfast_core.job.status import (
     Phase,
     ProtectionTrafficStatus,
     RecoveryStatus,
+    StragglerStatus,
     StrengthStatus,
     TokenLossStatus,
 )
@@ -39,11 +40,13 @@ from holdfast_operator.reconciler.membership.staying import recovery_mode
 from holdfast_operator.reconciler.observe.counters import to_document
 from holdfast_operator.reconciler.observe.last_failure import TrainerFailure
 from holdfast_operator.reconciler.observe.lookups import agent_at, fewest_slots
+from holdfast_operator.reconciler.observe.stragglers import straggler_in_words
 from holdfast_operator.reconciler.observe.timestamps import micro_timestamp, seconds_of
 from holdfast_operator.reconciler.observe.views import (
     ClusterView,
     Condition,
     ConditionType,
+    ControlState,
     Decision,
 )
 from holdfast_operator.reconciler.report.conditions import newest_protected, newest_step, refused
@@ -65,6 +68,8 @@ ATTEMPTS = "attempts"
 pod is used again."""
 RECOVERIES_SHOWN = 10
 RATIO_DIGITS = 6
+STRAGGLERS_SHOWN = 16
+STRAGGLER_DIGITS = 2
 PROBLEM_CHARACTERS_MAX = 1024
 MESSAGE_CHARACTERS_MAX = 32768
 
@@ -125,6 +130,7 @@ def status_of(
             members=_members(observed, membership, pods),
             joining=_joining(observed, state.joining, pods),
             last_recoveries=tuple(_recovery(each) for each in recoveries[-RECOVERIES_SHOWN:]),
+            stragglers=_stragglers(state),
             token_loss=None if state.losses is None else _token_loss(state.losses),
             experts=None if state.plan is None else _experts(state.plan),
             protection_traffic=None if traffic is None else _traffic(traffic),
@@ -299,6 +305,28 @@ def _failure(failure: TrainerFailure) -> FailureStatus:
         exit_code=failure.exit_code,
         last_lines=failure.last_lines or None,
     )
+
+
+def _stragglers(state: ControlState) -> tuple[StragglerStatus, ...] | None:
+    """The ranks that are slow in the present epoch; None without any, so that no status of a job
+    that is well changes."""
+    membership, watch = state.membership, state.straggling
+    if membership is None or watch.epoch != membership.epoch:
+        return None
+    found = []
+    for each in watch.stragglers[:STRAGGLERS_SHOWN]:
+        member = membership.member(membership.member_of(each.rank))
+        found.append(
+            StragglerStatus(
+                rank=each.rank,
+                member=member.index,
+                node=member.node,
+                cause=each.cause.value,
+                slower_ratio=round(each.slower, STRAGGLER_DIGITS),
+                text=straggler_in_words(membership, each),
+            )
+        )
+    return tuple(found) or None
 
 
 def _token_loss(loss: JobLoss) -> TokenLossStatus:

@@ -216,7 +216,7 @@ def _count(observation: Observation, state: ControlState, case: _Case) -> RuleRe
 
 def _begin(observation: Observation, state: ControlState, case: _Case) -> RuleResult:
     """Begin the next epoch, and emit an event with the reason."""
-    begun = replace(state, recovering=True)
+    begun = replace(_with_stragglers(observation, state, case), recovering=True)
     result = begin_epoch(
         observation, begun, case.membership, case.moves, case.causes, anew=case.anew
     )
@@ -226,6 +226,16 @@ def _begin(observation: Observation, state: ControlState, case: _Case) -> RuleRe
     avoided = case.moves.avoided
     chosen = [case.moves.to[member] for member in avoided]
     return result.then(note_avoided(observation, result.state, chosen, avoided.values())).wait()
+
+
+def _with_stragglers(observation: Observation, state: ControlState, case: _Case) -> ControlState:
+    """`state`, with the members that leave their nodes because a rank was slow."""
+    causes = (cause for cause in case.causes if cause.straggles)
+    slow = frozenset(cause.member for cause in causes if cause.member is not None)
+    if not (slow := slow.intersection(case.moves.away(case.membership))):
+        return state
+    moved = state.replaced_stragglers | slow
+    return replace(state, replaced_stragglers=moved, straggler_replaced_at=observation.now)
 
 
 def _response(observation: Observation, begun: ControlState, case: _Case) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule
+from holdfast_core.node_failures import CLEAN
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.membership.joining import places
 from holdfast_operator.reconciler.observe.evidence import Cause
@@ -67,6 +68,8 @@ class _Mover:
                 self.moves.held.append(member)
             return
         spare = choose_spare(self.membership, member, self.spares.values(), self.settled)
+        if cause.straggles and (spare is None or spare.rating != CLEAN):
+            return  # where it is, it trains at least
         if spare is not None:
             others = unrated(self.spares.values())
             by_name = choose_spare(self.membership, member, others, self.settled)

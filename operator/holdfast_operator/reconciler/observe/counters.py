@@ -75,6 +75,11 @@ class Counters:
     waits for a world there."""
     setbacks: tuple[Setback, ...] = ()
     """Nodes on which agents of missing members are not started at once."""
+    replaced_stragglers: frozenset[int] = frozenset()
+    """Members that were moved because a rank was slow: if they are slow elsewhere, too, it is not
+    their nodes."""
+    straggler_replaced_at: float | None = None
+    """When the newest of them was moved."""
     recovering: bool = False
     """Whether the newest epoch was begun because something had failed, and training was not seen
     running since."""
@@ -143,7 +148,13 @@ version must have a new name: otherwise, after an upgrade is taken back, the ear
 understand nothing of the document, and begin again what has ended."""
 _HUMP = re.compile("[A-Z]")
 _GENERATIONS = ("saved", "stored")
-_TIMES = ("active_since", "resized_at", "no_replacement_since", "ended_at")
+_TIMES = (
+    "active_since",
+    "resized_at",
+    "straggler_replaced_at",
+    "no_replacement_since",
+    "ended_at",
+)
 
 
 def to_document(counters: Counters, *, now: float, wall: float) -> dict[str, Any]:
@@ -184,6 +195,7 @@ def _on_clock(counters: Counters, ahead_s: float, newest: float = math.inf) -> C
         restarts=tuple(map(at, counters.restarts)),
         active_since=at_any(counters.active_since),
         resized_at=at_any(counters.resized_at),
+        straggler_replaced_at=at_any(counters.straggler_replaced_at),
         setbacks=tuple(each._replace(at=at(each.at)) for each in counters.setbacks),
         no_replacement_since=at_any(counters.no_replacement_since),
         ended_at=at_any(counters.ended_at),

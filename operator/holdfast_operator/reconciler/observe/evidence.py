@@ -24,7 +24,8 @@ from holdfast_operator.reconciler.observe.lookups import (
 )
 from holdfast_operator.reconciler.observe.protection import ParityGroups
 from holdfast_operator.reconciler.observe.stalls import stall_of
-from holdfast_operator.reconciler.observe.text import exit_in_words, ranks_in_words
+from holdfast_operator.reconciler.observe.stragglers import member_to_move, straggler_in_words
+from holdfast_operator.reconciler.observe.text import NAMED_MAX, exit_in_words, ranks_in_words
 from holdfast_operator.reconciler.observe.views import (
     NEVER,
     AgentState,
@@ -85,6 +86,8 @@ class Cause:
     voluntary: bool = False
     """Whether the member works, or has nothing to lose: a recovery is worth it only if it finds a
     better node."""
+    straggles: bool = False
+    """Whether a rank of the member is slow, and its node may be the reason."""
     stuck: bool = False
     """Whether training waits for the member's agent, which finds no room on its node."""
     counted: bool = False
@@ -139,6 +142,8 @@ def gather(
             causes.extend(_contradiction(membership, member, view, strange))
             found = list(_member_causes(membership, member, view, observed, state, now))
             causes.extend(found or _awaited(job, membership, member, observed, state))
+    if not suspects and not causes:
+        causes.extend(_straggler(job, membership, state, now))
     if not suspects and all(cause.voluntary for cause in causes):
         causes.extend(_hang(job, membership, observed, state, now))
     return Evidence(causes=tuple(causes), suspects=tuple(suspects), groups=groups)
@@ -348,6 +353,18 @@ def _reasons_to_move(
     elif agent is not None and is_unschedulable(agent) and now - since >= UNSCHEDULABLE_S:
         text = f"there is no room for member {member.index} on node {member.node} ({agent.why})"
         yield Cause(on=On.DISRUPTION, text=text, member=member.index, voluntary=True, stuck=True)
+
+
+def _straggler(
+    job: MoETrainingJob, membership: Membership, state: ControlState, now: float
+) -> Iterator[Cause]:
+    """Find a member that works, but slowly, and should move for that."""
+    member = member_to_move(job, membership, state, now)
+    if member is not None:
+        text = "; ".join(
+            straggler_in_words(membership, each) for each in state.straggling.stragglers[:NAMED_MAX]
+        )
+        yield Cause(on=On.ANY, text=text, member=member, voluntary=True, straggles=True)
 
 
 def is_unschedulable(agent: AgentView) -> bool:

@@ -25,7 +25,7 @@ from holdfast_core.node_failures import CLEAN, FailureKind, NodeFailure, Rating,
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import EndReason, RankHealth, RestoreSource
-from holdfast_core.stragglers import StepTimes
+from holdfast_core.stragglers import StepTimes, StragglerWatch
 from holdfast_operator.reconciler.observe.counters import Counters
 
 NEVER = float("-inf")
@@ -440,6 +440,8 @@ class EventReason(StrEnum):
     RECOVERING = "Recovering"
     HANG_INSPECTED = "HangInspected"
     HANG_PASSED = "HangPassed"
+    STRAGGLER = "Straggler"
+    STRAGGLER_PASSED = "StragglerPassed"
     NO_REPLACEMENT = "NoReplacement"
     JOINED = "Joined"
     JOINER_EXITED = "JoinerExited"
@@ -520,6 +522,8 @@ class ControlState(Counters):
     """Missing members for whose agents there is no room, and since when."""
     inspection: AskedInspection | None = None
     """Newest inspection; None since training was last seen to get on."""
+    straggling: StragglerWatch = field(default_factory=StragglerWatch)
+    """What is known of slow ranks in this epoch. Evidence: a new control loop begins anew."""
     codes_awaited_since: float | None = None
     """When a rank was first seen lost whose exit code the failure rules depend on."""
     unfit: frozenset[str] = frozenset()

@@ -27,6 +27,7 @@ from holdfast_core.node_failures import (
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import EndReason, RankHealth, RestoreSource
+from holdfast_core.stragglers import StepTimes
 from holdfast_operator.reconciler.observe.counters import from_document, to_document
 from holdfast_operator.reconciler.observe.evidence import UNSCHEDULABLE
 from holdfast_operator.reconciler.observe.views import (
@@ -120,8 +121,11 @@ class World:
         processes: rank → its process as its launcher sees it, or None without one; others wait in
             one collective.
         mute, old: nodes whose launchers do not answer inspections, and whose daemons know none.
+        times: rank → how it divides its steps.
         record: failures of nodes, as an adapter records them.
     """
+
+    times: Mapping[int, StepTimes] = MappingProxyType({})
 
     idler_s: Mapping[int, float] = MappingProxyType({})
     processes: Mapping[int, InspectedProcess | None] = MappingProxyType({})
@@ -341,6 +345,7 @@ class World:
                     if rank in daemon.exits and self.oom_epochs.get(rank) == membership.epoch
                     else EndReason.UNKNOWN,
                     oom_killed_in=self.oom_epochs.get(rank, 0),
+                    times=self.times.get(rank) if works else None,
                 )
                 for rank in ranks
             ),

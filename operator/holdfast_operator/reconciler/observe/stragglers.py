@@ -1,0 +1,46 @@
+"""Look up the slow ranks that `holdfast_core.stragglers` names, with members and nodes. Pure."""
+
+from __future__ import annotations
+
+from holdfast_core.job.parsing import MoETrainingJob, OnStraggler
+from holdfast_core.snapshots.membership import Membership, Redundancy
+from holdfast_core.stragglers import Straggler, StragglerWatch
+from holdfast_operator.reconciler.observe.views import ControlState
+
+COOL_DOWN_S = 1800.0
+"""Least time between two moves of members because a rank was slow."""
+
+
+def straggler_in_words(membership: Membership, straggler: Straggler) -> str:
+    """`rank 3 of member 1 on n1 is slow: …`."""
+    member = membership.member(membership.member_of(straggler.rank))
+    return (
+        f"rank {straggler.rank} of member {member.index} on {member.node} is slow: "
+        f"{straggler.in_words}"
+    )
+
+
+def slow_member(membership: Membership, watch: StragglerWatch) -> int | None:
+    """The one member of all stragglers; None without any, and if they are on several nodes."""
+    members = {membership.member_of(each.rank) for each in watch.stragglers}
+    return members.pop() if len(members) == 1 and watch.epoch == membership.epoch else None
+
+
+def member_to_move(
+    job: MoETrainingJob, membership: Membership, state: ControlState, now: float
+) -> int | None:
+    """The member that should move to another node now, because a rank of it is slow.
+
+    None moves that did so before, because then its node is not the cause, nor soon after another
+    one. It moves right after a generation was protected, so that its new node can rebuild that."""
+    policy = job.spec.failure_policy.on_straggler
+    if policy is not OnStraggler.REPLACE or job.spec.redundancy.type is Redundancy.NONE:
+        return None
+    member, saved = slow_member(membership, state.straggling), state.saved
+    if member is None or member in state.replaced_stragglers:
+        return None
+    moved_at = state.straggler_replaced_at
+    if moved_at is not None and now - moved_at < COOL_DOWN_S:
+        return None
+    just_saved = saved is not None and saved.epoch == membership.epoch and state.saved_at == now
+    return member if just_saved else None
