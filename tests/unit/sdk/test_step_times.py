@@ -154,8 +154,7 @@ def test_going_back_or_another_thread_begins_anew(clock: Clock) -> None:
 
 @pytest.fixture
 def meter() -> Iterator[StepMeter]:
-    meter = StepMeter()
-    torch_waits.measure(meter)
+    meter = torch_waits.measured()
     meter.on_step(0)
     yield meter
     torch_waits.end(meter)

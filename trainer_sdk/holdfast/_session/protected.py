@@ -39,7 +39,6 @@ from holdfast._save.tally import SaveCounters
 from holdfast._save.task import Task
 from holdfast._session import torch_waits
 from holdfast._session.interface import TrainingState, WorldSession
-from holdfast._session.step_times import StepMeter
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.collect import Stateful, collect
@@ -116,10 +115,11 @@ class ProtectedSession(WorldSession):
         self._began = ""
         """The newest call after which a restore is refused; empty before one."""
         self._number, self._last_save_s = 0, 0.0
-        self._meter = StepMeter(topology.coordinates(rank).pp)
-        torch_waits.measure(self._meter)
         self._tokens = Tokens(strategy.token_parts)
-        self._capacity = Capacity()
+        self._capacity, self._meter = (
+            Capacity(),
+            torch_waits.measured(topology.coordinates(rank).pp),
+        )
         self._routers = None
         """The hooks that count tokens; None if nobody needs to know them."""
         if self._counts_tokens:

@@ -34,10 +34,12 @@ class _Measuring:
     """That of the newest session of this process; None while there is none."""
 
 
-def measure(meter: StepMeter) -> None:
-    """From now on, let `meter` know where its thread waits, in place of any other meter."""
+def measured(stage: int = 0) -> StepMeter:
+    """A meter for a rank of this pipeline stage, which learns from now on, in place of any other
+    meter, where the training thread waits."""
     _replace_methods()
-    _Measuring.newest = meter
+    _Measuring.newest = meter = StepMeter(stage)
+    return meter
 
 
 def end(meter: StepMeter) -> None:

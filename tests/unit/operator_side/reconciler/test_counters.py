@@ -216,6 +216,8 @@ LATER = replace(
     FULL,
     homes=("n0", "n1"),
     wait_members=frozenset({1, 2}),
+    replaced_stragglers=frozenset({1}),
+    straggler_replaced_at=96.5,
     shortage=MemoryShortage(epoch=6, step=40, times=2),
 )
 """With values for the fields that earlier versions do not have."""
