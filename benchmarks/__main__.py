@@ -35,6 +35,7 @@ BENCHMARKS = {
     "resizing": ("resizing", "a sharded model over fewer nodes, and over more again"),
     "s3": ("object_storage", "our requests to S3, beside those of obstore; needs Go"),
     "sparse": ("sparse", "sparse windows, and pipeline stages that repeat steps alone"),
+    "steptimes": ("step_times", "what measuring the parts of a step costs that step"),
     "windows": ("windows", "what restoring a window repeats: training, or the optimizer"),
 }
 """Module of each benchmark in this package, and what it measures."""

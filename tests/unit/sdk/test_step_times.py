@@ -18,6 +18,7 @@ from holdfast._session import step_times, torch_waits
 from holdfast._session.step_times import WAITS_MAX, StepMeter
 from holdfast.testing import FakeDaemon
 from holdfast_core.stragglers import WINDOW_STEPS, StepTimes
+from holdfast_core.topology import Topology
 
 PAUSE_S = 0.02
 
@@ -154,7 +155,7 @@ def test_going_back_or_another_thread_begins_anew(clock: Clock) -> None:
 
 @pytest.fixture
 def meter() -> Iterator[StepMeter]:
-    meter = torch_waits.measured()
+    meter = torch_waits.measured(Topology(dp=1), 0)
     meter.on_step(0)
     yield meter
     torch_waits.end(meter)

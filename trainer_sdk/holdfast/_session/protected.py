@@ -118,7 +118,7 @@ class ProtectedSession(WorldSession):
         self._tokens = Tokens(strategy.token_parts)
         self._capacity, self._meter = (
             Capacity(),
-            torch_waits.measured(topology.coordinates(rank).pp),
+            torch_waits.measured(topology, rank),
         )
         self._routers = None
         """The hooks that count tokens; None if nobody needs to know them."""

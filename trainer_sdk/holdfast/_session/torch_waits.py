@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import dataloader
 
 from holdfast._session.step_times import StepMeter
+from holdfast_core.topology import Topology
 
 _log = logging.getLogger("holdfast")
 
@@ -34,11 +35,11 @@ class _Measuring:
     """That of the newest session of this process; None while there is none."""
 
 
-def measured(stage: int = 0) -> StepMeter:
-    """A meter for a rank of this pipeline stage, which learns from now on, in place of any other
-    meter, where the training thread waits."""
+def measured(topology: Topology, rank: int) -> StepMeter:
+    """A meter for `rank`, which learns from now on, in place of any other meter, where the training
+    thread waits."""
     _replace_methods()
-    _Measuring.newest = meter = StepMeter(stage)
+    _Measuring.newest = meter = StepMeter(topology.coordinates(rank).pp)
     return meter
 
 

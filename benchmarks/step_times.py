@@ -1,0 +1,109 @@
+"""What it costs a step that a session measures its parts (`holdfast._session.step_times`).
+
+    make bench NAME=steptimes
+
+Measures the calls of one step in one process, on one group of one rank: what a wait takes longer
+than without the measurement, what the boundary of a step and its share of a window's medians take,
+and what the gradients of a DistributedDataParallel take. Prints them, and the part of a step that
+they are together, for a step of `--step-ms` with `--waits` collectives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast._session import torch_waits
+from holdfast._session.step_times import StepMeter
+from holdfast_core.topology import Topology
+
+ROUNDS, CALLS = 25, 1000
+GOAL = 0.002
+"""Part of a step that measuring may cost."""
+
+
+def call_ns(function: Callable[[], object]) -> float:
+    """Nanoseconds of a call."""
+    began_ns = time.perf_counter_ns()
+    for _ in range(CALLS):
+        function()
+    return (time.perf_counter_ns() - began_ns) / CALLS
+
+
+def wait_ns(work: dist.Work) -> float:
+    """Nanoseconds by which a wait takes longer than with torch's own method, by runs in turn."""
+    plain = partial(dist.Work.wait, work)  # before it is replaced
+    meter = torch_waits.measured(Topology(dp=1), 0)
+    measured = partial(dist.Work.wait, work)
+    found = median(call_ns(measured) - call_ns(plain) for _ in range(ROUNDS))
+    torch_waits.end(meter)
+    return found
+
+
+def boundary_ns() -> float:
+    """Nanoseconds of a step's boundary, with its share of the medians of a window."""
+    meter, step = StepMeter(), 0
+
+    def end_step() -> None:
+        nonlocal step
+        step += 1
+        meter.on_step(step)
+
+    return median(call_ns(end_step) for _ in range(ROUNDS))
+
+
+def gradients_ns(parameters: int) -> float:
+    """Nanoseconds to read when the gradients of so many parameters were complete."""
+    layers = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(parameters)))
+    replica = DistributedDataParallel(layers)
+    meter = torch_waits.measured(Topology(dp=1), 0)
+    replica(torch.ones(1, 1)).sum().backward()
+
+    def read() -> None:
+        meter.on_forward(replica.reducer, time.monotonic())
+        meter.before_optimizer(time.monotonic())
+
+    found = median(call_ns(read) for _ in range(ROUNDS))
+    torch_waits.end(meter)
+    return found
+
+
+def main() -> int:
+    """Measure, print, and return 1 if measuring costs more than the goal."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--step-ms", type=float, default=100.0, help="length of the step (100)")
+    parser.add_argument("--waits", type=int, default=100, help="collectives in it (100)")
+    parser.add_argument("--parameters", type=int, default=200, help="of the model (200)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        store = dist.FileStore(str(Path(directory) / "store"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        assert work is not None
+        work.wait()
+        one_wait_ns, gradients = wait_ns(work), gradients_ns(options.parameters)
+        dist.destroy_process_group()
+    boundary = boundary_ns()
+    total_ns = options.waits * one_wait_ns + boundary + gradients
+    part = total_ns / (options.step_ms * 1e6)
+    print(f"a wait takes longer by                 {one_wait_ns:8.0f} ns")
+    print(f"the boundary of a step                 {boundary:8.0f} ns")
+    print(f"the gradients of {options.parameters} parameters         {gradients:8.0f} ns")
+    print(
+        f"part of a step of {options.step_ms:g} ms with {options.waits} waits: {part:.4%} "
+        f"(goal: {GOAL:.1%})"
+    )
+    return 0 if part <= GOAL else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
