@@ -157,6 +157,7 @@ LABELS = {
     "holdfast_operator_job_recoveries__1": '{}{{namespace="a",moejob="llm",pod="one"}}',
     "holdfast_operator_job_recoveries__2": '{}{{namespace="a",moejob="llm",pod="two"}}',
     "holdfast_operator_job_unprotected": '{}{{namespace="a",moejob="llm",pod="one"}}',
+    "holdfast_operator_job_stragglers": '{}{{namespace="a",moejob="llm",pod="one"}}',
     "holdfast_operator_job_members_missing": '{}{{namespace="a",moejob="llm",pod="one"}}',
     "holdfast_operator_daemon_missing": '{}{{node="n1",pod="one"}}',
     "holdfast_operator_oldest_look_seconds__1": '{}{{pod="one"}}',
@@ -271,6 +272,14 @@ def test_a_job_whose_saves_are_refused_is_reported_by_its_name(
 ) -> None:
     series = {"holdfast_operator_job_unprotected": refused}
     assert fires(tmp_path, "HoldfastTrainsUnprotected", "15m", OF_JOB, **series) is expected
+
+
+@pytest.mark.parametrize(("slow", "expected"), [("1x60", True), ("1x6 0x2 1x6", False)])
+def test_a_job_that_waits_for_a_slow_rank_is_reported_by_its_name(
+    tmp_path: Path, slow: str, expected: bool
+) -> None:
+    series = {"holdfast_operator_job_stragglers": slow}
+    assert fires(tmp_path, "HoldfastStraggler", "15m", OF_JOB, **series) is expected
 
 
 @pytest.mark.parametrize(("short", "expected"), [("2x60", True), ("1x20 0x40", False)])

@@ -116,10 +116,7 @@ class ProtectedSession(WorldSession):
         """The newest call after which a restore is refused; empty before one."""
         self._number, self._last_save_s = 0, 0.0
         self._tokens = Tokens(strategy.token_parts)
-        self._capacity, self._meter = (
-            Capacity(),
-            torch_waits.measured(topology, rank),
-        )
+        self._capacity, self._meter = Capacity(), torch_waits.measured(topology, rank)
         self._routers = None
         """The hooks that count tokens; None if nobody needs to know them."""
         if self._counts_tokens:
