@@ -61,5 +61,11 @@ def _blamed(
         return ()
     if not state.straggling.named.isdisjoint(membership.ranks_of(member)):
         return ()
-    node, epoch = membership.member(member).node, membership.epoch
-    return (BlamedNode(node=node, kind=FailureKind.STRAGGLING, epoch=epoch),)
+    blamed = BlamedNode(
+        node=membership.member(member).node,
+        kind=FailureKind.STRAGGLING,
+        epoch=membership.epoch,
+        # A rank that is slow on several nodes, such as one that logs, counts against none of them.
+        essence=f"slow rank {watch.stragglers[0].rank}",
+    )
+    return (blamed,)

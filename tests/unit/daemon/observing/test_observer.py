@@ -16,6 +16,7 @@ from holdfast_core.metric_definitions import job_labels
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy
 from holdfast_core.snapshots.reports import Directive
+from holdfast_core.stragglers import StepTimes
 from holdfast_daemon.engine import EngineSettings, JobEngine, JobOverview
 from holdfast_daemon.engine.effects import Note
 from holdfast_daemon.engine.state import SavePace, TrainerSession
@@ -245,3 +246,18 @@ def test_saves_are_as_slow_as_the_slowest_rank_at_work() -> None:
     for session in ("s0", "s1"):
         engine.session_ended(session, clean=True, now=3.0)
     assert [bench.read(4.0, name) for name in names] == [None] * 4
+
+
+def test_the_parts_of_a_step_are_those_of_the_rank_that_the_others_wait_for() -> None:
+    bench = Bench()
+    engine = bench.host.engine
+    for rank, own_s in ((0, 0.1), (1, 0.13)):
+        session_of(engine, rank, 10 + rank)
+        times = StepTimes(window=1, steps=10, step_s=0.14, own_s=own_s, wait_s=0.14 - own_s)
+        assert bench.read(1.0, "step_own_seconds") == (None if rank == 0 else 0.1)
+        engine.progress(f"s{rank}", step=1, now=1.0, times=times)
+    names = ("step_own_seconds", "step_wait_seconds")
+    assert [bench.read(2.0, name) for name in names] == [0.13, pytest.approx(0.01)]
+    for session in ("s0", "s1"):
+        engine.session_ended(session, clean=True, now=3.0)
+    assert [bench.read(4.0, name) for name in names] == [None] * 2

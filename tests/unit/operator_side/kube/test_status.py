@@ -15,10 +15,13 @@ from virtual_world import World
 from virtual_world import make_job as virtual_job
 
 from holdfast_cli.commands.cluster_status import job_view
+from holdfast_cli.commands.show import status_view
+from holdfast_cli.commands.story import story_of
 from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.job.status import JobStatus
 from holdfast_core.states import RestoreSource
+from holdfast_core.stragglers import ROUNDS, StepTimes
 from holdfast_operator.kube.client.api import ApiError, Object
 from holdfast_operator.kube.client.resources import JOBS, Resource
 from holdfast_operator.kube.client.times import ClockPair
@@ -431,3 +434,28 @@ def test_the_newest_failure_of_a_trainer_is_in_the_status_with_its_last_lines() 
     msgspec.convert(found, JobStatus)
     again = from_document(found["counters"], now=0.0, wall=0.0)
     assert again.failure == world.state.failure
+
+
+def test_slow_ranks_are_in_the_status_and_shown_until_they_keep_pace() -> None:
+    world = running()
+    for number in range(1, ROUNDS + 1):
+        assert "stragglers" not in status(world)
+        fast = StepTimes(window=number, steps=10, step_s=1.5, own_s=1.0, wait_s=0.5)
+        slow = StepTimes(window=number, steps=10, step_s=1.5, own_s=1.5, wait_s=0.0, data_s=0.5)
+        world.times = {0: fast, 1: fast, 2: fast, 3: slow}
+        world.look()
+    found = status(world)
+    (straggler,) = found["stragglers"]
+    text = (
+        "rank 3 of member 3 on n3 is slow: it works 1.5 s in each step, its peers 1 s, and they "
+        "wait for it; its data loader is slow"
+    )
+    assert straggler == {
+        "rank": 3, "member": 3, "node": "n3", "cause": "Data", "slowerRatio": 0.5, "text": text,
+    }  # fmt: skip
+    console = Console(file=io.StringIO(), width=200)
+    console.print(status_view("llm", found, ()))
+    assert f"SLOW: {text}" in console.file.getvalue()  # type: ignore[attr-defined]
+    told = story_of("llm", found, ())
+    assert "What wants attention:" in told and "its data loader is slow" in " ".join(told.split())
+    assert text not in str(essence(found))

@@ -85,6 +85,20 @@ def test_an_undisturbed_job_sees_none_of_it(action: str) -> None:
     assert world.events == [] and world.membership.epoch == 1
 
 
+def test_a_rank_that_is_slow_wherever_it_is_counts_against_no_node() -> None:
+    world = running()
+    train(world, ROUNDS + 1, 2)
+    assert world.rating("n2").score > 0
+    world.kill_node("n2")
+    world.settle(20.0)
+    world.record = {node: found for node, found in world.record.items() if node != "n4"}
+    assert world.nodes_of_members()[2] == "n4"
+    world.train(50)
+    train(world, ROUNDS + 1, 2, began=50)
+    assert "Straggling" in kinds(world)["n4"]
+    assert world.rating("n4").score == 0.0 and world.rating("n2").text.startswith("1 failure ")
+
+
 # --- Replace --------------------------------------------------------------------------------------
 
 
@@ -121,10 +135,12 @@ def test_only_one_member_moves_in_a_while_however_the_control_loop_restarts() ->
     train(world, ROUNDS + 1, 2)
     assert world.membership.epoch == 2
     world.restart()
-    world.settle(COOL_DOWN_S / 2)
+    world.now += COOL_DOWN_S / 2
+    world.settle(2.0)
     train(world, 2 * ROUNDS, 1, began=50)
     assert world.membership.epoch == 2 and "rank 1 " in world.messages("Straggler")[-1]
-    world.settle(COOL_DOWN_S / 2)
+    world.now += COOL_DOWN_S / 2
+    world.settle(2.0)
     train(world, 2 * ROUNDS, 1, began=100)
     assert world.membership.epoch == 3 and world.nodes_of_members()[1] not in {"n1", "n2"}
 
