@@ -199,10 +199,20 @@ def test_all_slow_ranks_of_a_node_are_named_as_long_as_they_are_the_minority() -
     assert found is not None and set(found[1]) == {2, 3}
 
 
-def one_round(own_s: float, **more: float) -> tuple[Straggler, ...]:
+def one_round(
+    own_s: float, *, data_s: float = 0.0, processor_s: float = 0.0
+) -> tuple[Straggler, ...]:
     """Three ranks that work for 1 s, and rank 3, which works for `own_s`."""
     peer = StepTimes(window=1, steps=10, step_s=own_s, own_s=1.0, wait_s=own_s - 1.0)
-    slow = StepTimes(window=1, steps=10, step_s=own_s, own_s=own_s, wait_s=0.0, **more)
+    slow = StepTimes(
+        window=1,
+        steps=10,
+        step_s=own_s,
+        own_s=own_s,
+        wait_s=0.0,
+        data_s=data_s,
+        processor_s=processor_s,
+    )
     return slow_ranks({0: peer, 1: peer, 2: peer, 3: slow})
 
 

@@ -27,7 +27,9 @@ TIMES = StepTimes(
 def test_times_come_back_from_their_message_and_from_a_heartbeat() -> None:
     message = times_to_proto(TIMES)
     assert times_from_proto(message) == TIMES
-    state = control_pb2.JobState(ranks=[control_pb2.RankState(times=message), {"rank": 1}])
+    state = control_pb2.JobState(
+        ranks=[control_pb2.RankState(times=message), control_pb2.RankState(rank=1)]
+    )
     assert [rank.times for rank in job_view(state).ranks] == [TIMES, None]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # re-exported
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -162,8 +163,8 @@ def meter() -> Iterator[StepMeter]:
 
 
 @pytest.fixture
-def group(tmp_path: Any) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
+def group() -> Iterator[None]:
+    store = HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
