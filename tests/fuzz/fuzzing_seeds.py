@@ -321,6 +321,7 @@ def trainer_requests() -> list[bytes]:
                 failure_code="replicas_diverged",
                 loss=losses(),
                 plan=plan(),
+                times=values_pb2.StepTimes(window=1, steps=10, step_s=0.2, own_s=0.1, wait_s=0.1),
             ).SerializeToString(),
         ),
         (

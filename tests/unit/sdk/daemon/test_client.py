@@ -38,10 +38,12 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout, encode_layout, encode_manifest
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest
 from holdfast_core.states import RestorePhase, RestoreProgress, RestoreSource
+from holdfast_core.stragglers import StepTimes
 from holdfast_protos import codec, persisting, trainer_pb2, trainer_pb2_grpc, values_pb2
 from holdfast_protos.connections import channels
 from holdfast_protos.expert_plans import plan_from_proto
 from holdfast_protos.losses import loss_from_proto
+from holdfast_protos.step_times import times_from_proto
 
 WAIT_S = 10.0
 LAYOUT = Layout(
@@ -88,6 +90,7 @@ PLAN = PlanReport(
     least_nodes=2,
     busiest_node=1.5,
 )
+TIMES = StepTimes(window=2, steps=10, step_s=0.5, own_s=0.3, wait_s=0.2)
 REPORT = TrainerReport(
     session="s",
     step=7,
@@ -289,7 +292,7 @@ def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> N
             ),
         ),
         ("abort", AbortRequest(session="s", epoch=2, step=9, reason="why")),
-        ("progress", replace(REPORT, loss=LOSS, plan=PLAN)),
+        ("progress", replace(REPORT, loss=LOSS, plan=PLAN, times=TIMES)),
         ("report_without_session", TrainedRequest.of(REPORT, epoch=2, closed=True)),
     ],
 )
@@ -314,6 +317,8 @@ def arrived(value: Any) -> Any:
             return loss_from_proto(value)
         case values_pb2.ExpertPlanReport():
             return plan_from_proto(value)
+        case values_pb2.StepTimes():
+            return times_from_proto(value)
         case values_pb2.ExpertVersion():
             return persisting.expert_from_proto(value)
         case bool() | int() | float() | str() | bytes():
