@@ -152,6 +152,8 @@ class JobOverview:
     storage_problem: str
     slots: int
     """Fewest slots of an arena of the ranks here; 0 while none is allocated."""
+    state_bytes: tuple[int, int]
+    """Training state that the ranks here capture: of experts, and of everything else."""
     stored_epoch: int
     """Epoch of an earlier run in storage, which this epoch must pass first; 0: none."""
     skipped: int
@@ -199,6 +201,7 @@ def overview(memory: JobMemory) -> JobOverview:
         problem=problem(memory),
         storage_problem=memory.loading.problem,
         slots=_fewest_slots(memory),
+        state_bytes=_state_bytes(memory),
         stored_epoch=memory.loading.beyond,
         skipped=sum(record.skipped for record in memory.ranks.values()),
         failed=sum(record.failed for record in memory.ranks.values()),
@@ -394,6 +397,13 @@ def _fewest_slots(memory: JobMemory) -> int:
     ranks = memory.my_ranks()
     arenas = (each for each in memory.arenas.values() if each.ready and each.rank in ranks)
     return min((len(arena.slots) for arena in arenas), default=0)
+
+
+def _state_bytes(memory: JobMemory) -> tuple[int, int]:
+    sessions = ((record.rank, record.layout_id) for record in memory.sessions.values())
+    arenas = (memory.arenas.get(key) for key in sessions)
+    captured = [arena.state_bytes for arena in arenas if arena is not None]
+    return sum(experts for experts, _ in captured), sum(others for _, others in captured)
 
 
 def _committed(memory: JobMemory) -> dict[int, set[Generation]]:
