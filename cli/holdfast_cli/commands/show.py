@@ -136,7 +136,10 @@ def status_view(
         line = local.line or "the beginning"
         parts.append(Text(f"started from {line}: {local.line_reason}", style="dim"))
     # Lines: figures, in words that the operator's code wrote.
-    for part, style in (("tokenLoss", ""), ("experts", ""), ("protectionTraffic", "dim")):
+    for part, style in (
+        *(("tokenLoss", ""), ("experts", "")),
+        *(("pace", "dim"), ("protectionTraffic", "dim")),
+    ):
         if part in status:
             parts.append(Text(status[part].get("text", ""), style=style))
     # Tables, and the newest events.

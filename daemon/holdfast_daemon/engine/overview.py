@@ -152,6 +152,11 @@ class JobOverview:
     storage_problem: str
     slots: int
     """Fewest slots of an arena of the ranks here; 0 while none is allocated."""
+    interval_steps: int
+    """Steps from snapshot to snapshot, as measured by the ranks that are at work in this epoch; 0
+    where none reports it."""
+    window_steps: int
+    """Steps of the newest sparse window of these ranks; 0 where none reports one."""
     state_bytes: tuple[int, int]
     """Training state that the ranks here capture: of experts, and of everything else."""
     stored_epoch: int
@@ -201,6 +206,8 @@ def overview(memory: JobMemory) -> JobOverview:
         problem=problem(memory),
         storage_problem=memory.loading.problem,
         slots=_fewest_slots(memory),
+        interval_steps=max((each.pace.interval_steps for each in _at_work(memory)), default=0),
+        window_steps=max((each.pace.window_steps for each in _at_work(memory)), default=0),
         state_bytes=_state_bytes(memory),
         stored_epoch=memory.loading.beyond,
         skipped=sum(record.skipped for record in memory.ranks.values()),
