@@ -146,8 +146,9 @@ _PROFILE_EPILOG = """
   holdfast profile -n team-a llm > profile.json       a job in a cluster
   holdfast simulate job.yaml --profile profile.json --mtbf 2h,30m
 
-In a cluster the daemons' metrics are read through the API server, which needs the right to get
-pods/proxy in the namespace of the release. Without it, the profile has what the job's status shows.
+In a cluster the daemons' metrics are read through the API server, which needs the rights to list
+pods and to get pods/proxy in the namespace of the release. Without them, the profile has what the
+job's status shows.
 What a job does not show can be added to the file: holdfast simulate --help names the fields.
 """
 

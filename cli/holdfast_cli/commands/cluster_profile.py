@@ -1,7 +1,8 @@
 """`holdfast profile` for a job in a cluster: from its status, and from the metrics of its daemons.
 
-The API server forwards the requests to the daemons, with the user's own rights (`get` of
-`pods/proxy` in the namespace of the release). Without them the profile has what the status shows.
+The API server forwards the requests to the daemons, with the user's own rights (to list pods and
+to get `pods/proxy` in the namespace of the release). Without them the profile has what the status
+shows.
 """
 
 from __future__ import annotations
@@ -126,9 +127,9 @@ async def _daemons(
     except ApiError as error:
         print(
             f"holdfast: the daemons' metrics are left out, and steps are timed by the job's "
-            f"status: {error}. They need the right to get pods/proxy in namespace "
-            f"{options.system_namespace} (--system-namespace), and a network policy that admits "
-            f"the API server (networkPolicy.metricsFrom)",
+            f"status: {error}. They need the rights to list pods and to get pods/proxy in "
+            f"namespace {options.system_namespace} (--system-namespace), and a network policy that "
+            f"admits the API server (networkPolicy.metricsFrom)",
             file=sys.stderr,
         )
         return {}

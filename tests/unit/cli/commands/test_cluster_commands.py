@@ -615,7 +615,7 @@ def test_without_the_right_to_reach_daemons_a_profile_has_what_the_status_shows(
     found = json.loads(printed.out)
     assert found["step_s"] > 0
     assert {"copy_bytes_s", "expert_bytes"}.isdisjoint(found)
-    assert "the right to get pods/proxy in namespace holdfast-system" in printed.err
+    assert "to get pods/proxy in namespace holdfast-system" in printed.err
     assert "has not shown copy_bytes_s, network_bytes_s, storage_bytes_s, expert_byt" in printed.err
 
 
