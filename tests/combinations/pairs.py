@@ -99,6 +99,15 @@ ADAPTED: dict[tuple[str, str], Row] = {
     ("fewer nodes", "stages"): Row(
         spec={"nodes": 3, "minNodes": 2, "nprocPerNode": 2}, nodes_lost=1, resizes=True
     ),
+    ("fewer nodes", "Sparse"): Row(
+        spec={
+            "nodes": 3,
+            "minNodes": 2,
+            "policy": {"type": "Sparse", "sparse": {"window": 3, "repeats": "Optimizer"}},
+        },
+        nodes_lost=1,
+        resizes=True,
+    ),
     ("experts on several ranks", "stages"): Row(
         spec={"nodes": 4, "ep": 2}, arguments=("--expert-parallel",)
     ),
@@ -107,7 +116,6 @@ ADAPTED: dict[tuple[str, str], Row] = {
 
 _LEFT_OUT = "use snapshot.policy.type PartialExperts, or remove it"
 REFUSED = {
-    ("fewer nodes", "Sparse"): "steps of a sparse window are repeated only by the world",
     ("interval auto", "Sparse"): "needs every step",
     ("experts on several ranks", "seats"): "spec.elastic needs ranks that each hold whole experts",
     **{("persisted experts", name): _LEFT_OUT for name in COLUMNS if name != "PartialExperts"},

@@ -368,7 +368,7 @@ def _check_seats(model: nn.Module, topology: Topology | None, settings: Settings
         )
     if settings.window:
         raise InvalidJobError(
-            "only the ranks that captured a sparse window can repeat its steps, and experts of "
+            "a sparse window needs each expert on the same ranks in all its steps, and experts of "
             "holdfast.moe change ranks: use another snapshot.policy.type"
         )
 
