@@ -47,6 +47,15 @@ class WindowFrames:
     repeats: OptimizerReplay
     """The steps that are repeated with them."""
 
+    def beside(
+        self, ranges: Mapping[int, tuple[PayloadRange, ...]]
+    ) -> dict[int, tuple[PayloadRange, ...]]:
+        """Return their ranges and those of the state, in order of offset."""
+        return {
+            old: tuple(sorted((*ranges.get(old, ()), *self.ranges.get(old, ()))))
+            for old in ranges.keys() | self.ranges.keys()
+        }
+
 
 def plan_frames(
     records: Mapping[int, WindowRecord],

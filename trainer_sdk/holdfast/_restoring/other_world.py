@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -260,21 +261,10 @@ def plan_world(
     # Find the frames of a window.
     repeats = None
     if records := _windows_of(offers):
-        frames = plan_frames(
-            records,
-            layouts,
-            tuple(alike),
-            was,
-            live,
-            topology,
-            rank,
-            lambda of_step: with_all_values(of_step[chosen], of_step.values(), live),
-        )
+        merge = partial(_extras_of_step, chosen, live)
+        frames = plan_frames(records, layouts, tuple(alike), was, live, topology, rank, merge)
         sources, repeats = {**sources, **frames.sources}, frames.repeats
-        ranges = {
-            old: tuple(sorted((*ranges.get(old, ()), *frames.ranges.get(old, ()))))
-            for old in ranges.keys() | frames.ranges.keys()
-        }
+        ranges = frames.beside(ranges)
     return WorldPlan(
         sources=sources,
         ranges=ranges,
@@ -285,6 +275,12 @@ def plan_world(
         policy=keep_shared(states[0]).encode() if 0 in states else b"",
         tokens=tuple(tokens_of(state, old, versions) for old, state in states.items()),
     )
+
+
+def _extras_of_step(
+    chosen: int, live: LiveState, extras: Mapping[int, Mapping[str, Any]]
+) -> dict[str, Any]:
+    return with_all_values(extras[chosen], extras.values(), live)
 
 
 def _windows_of(offers: Mapping[int, SnapshotOffer]) -> dict[int, WindowRecord]:
