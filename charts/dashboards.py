@@ -97,6 +97,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Memory": (
         "holdfast_memory_used_bytes",
         "holdfast_memory_budget_bytes",
+        "holdfast_state_bytes",
         "holdfast_arena_bytes",
         "holdfast_parity_bytes",
     ),

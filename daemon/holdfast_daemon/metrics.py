@@ -62,6 +62,7 @@ def _durations(
 
 _STAGES = ("committed", "protected")
 _GENERATION_STAGES = (*_STAGES, "persisted")
+_PART = ("experts", "other")
 _SKIP = ("no_free_slot", "incomplete")
 _FAILURE = ("storage", "memory_budget")
 _BYTES_KIND = ("arena", "parity", "manifest", "wire")
@@ -191,6 +192,13 @@ DEFINITIONS: tuple[Definition, ...] = (
     _gauge("epoch", "Newest membership epoch.", *JOB_LABELS),
     _counter("stale_epoch_refusals", "Messages refused for an ended epoch.", *JOB_LABELS),
     _gauge("arena_bytes", "Memory allocated for arenas.", *JOB_LABELS, unit="bytes"),
+    _gauge(
+        "state_bytes",
+        "Training state that the ranks on this node capture, in experts and in all else.",
+        *JOB_LABELS,
+        unit="bytes",
+        part=_PART,
+    ),
     _gauge("parity_bytes", "Memory allocated for parity blocks.", *JOB_LABELS, unit="bytes"),
     _gauge("insecure", "1 while daemons and the control loop do not authenticate each other."),
     _gauge(

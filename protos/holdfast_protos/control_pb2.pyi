@@ -107,6 +107,8 @@ class JobState(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     INSPECTION_FIELD_NUMBER: _builtins.int
+    INTERVAL_STEPS_FIELD_NUMBER: _builtins.int
+    WINDOW_STEPS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     verified: _builtins.bool
@@ -136,6 +138,12 @@ class JobState(_message.Message):
     """recent rate of fetching for parity"""
     slots: _builtins.int
     """fewest of an arena of its ranks; 0: none is allocated"""
+    interval_steps: _builtins.int
+    """As the ranks at work in this epoch have agreed; 0: none reports it, or nothing is measured.
+    from snapshot to snapshot
+    """
+    window_steps: _builtins.int
+    """of the newest sparse window"""
     @_builtins.property
     def membership(self) -> _values_pb2.Membership:
         """left out once it has passed on this stream, either way"""
@@ -198,10 +206,12 @@ class JobState(_message.Message):
         slots: _builtins.int = ...,
         plan: _values_pb2.ExpertPlanReport | None = ...,
         inspection: Global___InspectionState | None = ...,
+        interval_steps: _builtins.int = ...,
+        window_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "complete", b"complete", "inspection", b"inspection", "line", b"line", "loss", b"loss", "membership", b"membership", "persist", b"persist", "plan", b"plan", "protected", b"protected", "revision", b"revision"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "inspection", b"inspection", "job", b"job", "line", b"line", "loading", b"loading", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "persist", b"persist", "plan", b"plan", "problem", b"problem", "problem_code", b"problem_code", "protected", b"protected", "protection_bytes_s", b"protection_bytes_s", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "slots", b"slots", "storage_problem", b"storage_problem", "stored_epoch", b"stored_epoch", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "inspection", b"inspection", "interval_steps", b"interval_steps", "job", b"job", "line", b"line", "loading", b"loading", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "persist", b"persist", "plan", b"plan", "problem", b"problem", "problem_code", b"problem_code", "protected", b"protected", "protection_bytes_s", b"protection_bytes_s", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "slots", b"slots", "storage_problem", b"storage_problem", "stored_epoch", b"stored_epoch", "verified", b"verified", "window_steps", b"window_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__revision: _TypeAlias = _typing.Literal["revision"]  # noqa: Y015
     _WhichOneofArgType__revision: _TypeAlias = _typing.Literal["_revision", b"_revision"]  # noqa: Y015

@@ -88,6 +88,13 @@ def test_logs_prints_what_trainers_write(shell: Shell) -> None:
     assert not [line for line in others if not line.startswith("member 1 rank 1 | ")]
 
 
+def test_profile_measures_steps_sizes_and_rates(shell: Shell) -> None:
+    found = json.loads(shell.type("profile", "-n", "default", NAME, "--seconds", "15"))
+    assert found["gpus"] == 2
+    for name in ("step_s", "expert_bytes", "other_bytes", "copy_bytes_s", "network_bytes_s"):
+        assert found[name] > 0, name
+
+
 def test_inject_does_nothing_without_yes(shell: Shell) -> None:
     words = ("inject", "kill-rank", "1", "-n", "default", "--job", NAME)
     pid = shell.run.job.rank_process(1)

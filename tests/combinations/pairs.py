@@ -99,6 +99,15 @@ ADAPTED: dict[tuple[str, str], Row] = {
     ("fewer nodes", "stages"): Row(
         spec={"nodes": 3, "minNodes": 2, "nprocPerNode": 2}, nodes_lost=1, resizes=True
     ),
+    ("fewer nodes", "Sparse"): Row(
+        spec={
+            "nodes": 3,
+            "minNodes": 2,
+            "policy": {"type": "Sparse", "sparse": {"window": 3, "repeats": "Optimizer"}},
+        },
+        nodes_lost=1,
+        resizes=True,
+    ),
     ("experts on several ranks", "stages"): Row(
         spec={"nodes": 4, "ep": 2}, arguments=("--expert-parallel",)
     ),
@@ -107,7 +116,6 @@ ADAPTED: dict[tuple[str, str], Row] = {
 
 _LEFT_OUT = "use snapshot.policy.type PartialExperts, or remove it"
 REFUSED = {
-    ("fewer nodes", "Sparse"): "steps of a sparse window are repeated only by the world",
     ("interval auto", "Sparse"): "needs every step",
     ("experts on several ranks", "seats"): "spec.elastic needs ranks that each hold whole experts",
     **{("persisted experts", name): _LEFT_OUT for name in COLUMNS if name != "PartialExperts"},
@@ -129,6 +137,20 @@ _GRADIENTS = f"{_FRAMEWORKS}::test_windows_whose_gradients_are_computed_within_a
 _EXAMPLES = (
     "tests/local/test_frameworks.py::test_an_example_that_is_killed_ends_like_one_that_was_not"
 )
+_REFUSED_WRAPPERS = (
+    "tests/unit/sdk/moe/test_snapshots.py::"
+    "test_wrappers_that_average_or_divide_parameters_are_refused"
+)
+_OWN_LOOP = "test_what_only_a_loop_of_ones_own_can_train_is_refused"
+_HUGGING_FACE = f"tests/unit/sdk/integrations/test_huggingface.py::{_OWN_LOOP}"
+_LIGHTNING = f"tests/unit/sdk/integrations/test_lightning.py::{_OWN_LOOP}"
+_TP_OF_SEATS = (
+    "tests/combinations/test_pairs.py::"
+    "test_tensor_parallelism_beside_seats_is_refused_when_it_is_applied"
+)
+_WRAPPED_STAGES = (
+    "tests/local/test_stages.py::test_a_lost_stage_that_torch_wraps_repeats_steps_alone"
+)
 _HOOKS = (
     "tests/local/test_staying_routed.py::"
     "test_hooks_count_the_tokens_of_all_ranks_and_a_recovery_says_which_were_lost"
@@ -139,24 +161,39 @@ ELSEWHERE = {
     ("FSDP2", "PartialExperts"): _LEFT_OUT_TOGETHER,
     ("FSDP2", "Selective"): _LEFT_OUT_TOGETHER,
     ("FSDP2", "Sparse"): _CUT,
+    ("FSDP2", "seats"): _REFUSED_WRAPPERS,
+    ("FSDP2", "stages"): _WRAPPED_STAGES,
     ("TP", "Full"): "tests/local/test_staying_dtensors.py::"
     "test_only_the_lost_rank_starts_again_and_all_have_the_bits_of_an_undisturbed_run",
     ("TP", "PartialExperts"): _LEFT_OUT_TOGETHER,
+    ("TP", "Selective"): _LEFT_OUT_TOGETHER,
     ("TP", "Sparse"): _CUT,
+    ("TP", "seats"): _TP_OF_SEATS,
+    ("TP", "stages"): _WRAPPED_STAGES,
     ("DDP", "Full"): "tests/local/test_staying_ddp.py::"
     "test_a_rank_that_dies_is_the_only_one_that_starts_again",
     ("DDP", "PartialExperts"): _HOOKS,
     ("DDP", "Selective"): _HOOKS,
+    ("DDP", "Sparse"): _CUT,
+    ("DDP", "seats"): _REFUSED_WRAPPERS,
+    ("DDP", "stages"): _WRAPPED_STAGES,
     ("Hugging Face", "Full"): _EXAMPLES,
     ("Hugging Face", "PartialExperts"): _TOKENS,
     ("Hugging Face", "Selective"): _TOKENS,
     ("Hugging Face", "Sparse"): _BYTES,
+    ("Hugging Face", "seats"): _HUGGING_FACE,
+    ("Hugging Face", "stages"): _HUGGING_FACE,
     ("Lightning", "Full"): _EXAMPLES,
     ("Lightning", "PartialExperts"): _TOKENS,
     ("Lightning", "Selective"): _TOKENS,
     ("Lightning", "Sparse"): _GRADIENTS,
+    ("Lightning", "seats"): _LIGHTNING,
+    ("Lightning", "stages"): _LIGHTNING,
 }
 """(row, column) → the test that trains this pair with real processes, or sees it refused."""
+
+REFUSALS = {_GRADIENTS, _REFUSED_WRAPPERS, _HUGGING_FACE, _LIGHTNING, _TP_OF_SEATS}
+"""Those that see it refused."""
 
 
 def row_of(row_name: str, column_name: str) -> Row:
@@ -235,6 +272,7 @@ def table() -> list[str]:
 
 
 def _cell(row: str, column: str) -> str:
-    if (row, column) in REFUSED or ELSEWHERE.get((row, column)) == _GRADIENTS:
+    if (row, column) in REFUSED or ELSEWHERE.get((row, column)) in REFUSALS:
         return "refused"
-    return "trained" if row in ROWS or (row, column) in ELSEWHERE else "not tried"
+    assert row in ROWS or (row, column) in ELSEWHERE, f"{row} with {column} is allowed and untried"
+    return "trained"

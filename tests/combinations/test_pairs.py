@@ -45,6 +45,13 @@ def test_a_pair_is_refused_with_the_reason_or_allowed(
     assert REFUSED[row, column] in str(caught.value)
 
 
+def test_tensor_parallelism_beside_seats_is_refused_when_it_is_applied(tmp_path: Path) -> None:
+    document = make_job("a rank is lost", "seats", tmp_path)
+    document["spec"]["parallelism"] = {"dp": 1, "tp": 2}
+    with pytest.raises(InvalidJobError, match="whole experts, any of them; use tp = 1, or remove"):
+        parse_job(document)
+
+
 def test_the_document_shows_every_pair() -> None:
     text = (REPOSITORY / "docs" / "combinations.md").read_text().splitlines()
     assert [line for line in text if line.startswith("|")] == table()

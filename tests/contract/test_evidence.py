@@ -18,7 +18,12 @@ from holdfast_core.states import RestoreSource
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.overview import evidence, overview
 from holdfast_daemon.engine.slots import ArenaView, ParityState
-from holdfast_daemon.engine.state import Follower, JobMemory, TrainerSession
+from holdfast_daemon.engine.state import (
+    Follower,
+    JobMemory,
+    SavePace,
+    TrainerSession,
+)
 from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.observing.status import job_state
 from holdfast_daemon.parity.traffic import NodeTraffic
@@ -85,6 +90,17 @@ def test_the_fewest_slots_of_a_ranks_arenas_are_reported_but_are_no_evidence(
     memory.arenas[0, "next"] = ArenaView(rank=0, layout_id="next", layout=LAYOUT, encoded=b"")
     assert view_of(memory).slots == 2
     assert found(memory) == before
+
+
+def test_the_pace_of_ranks_at_work_is_reported_but_is_not_evidence(memory: JobMemory) -> None:
+    before = found(memory)
+    record = memory.rank(0)
+    record.pace = SavePace(interval_steps=12, window_steps=5)
+    assert found(memory) == before
+    for epoch, expected in ((memory.epoch, (12, 5)), (memory.epoch - 1, (0, 0))):
+        record.session = replace(SESSION, epoch=epoch)
+        reported = view_of(memory)
+        assert (reported.interval_steps, reported.window_steps) == expected
 
 
 def test_who_follows_is_reported_but_is_not_evidence(memory: JobMemory) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pipeline_trainer
 import pytest
+import wrapped_stages
 from step_logs import ends_of_logs
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
@@ -44,14 +45,22 @@ class Shape:
     """Whether the random numbers of a step do not depend on the steps before."""
     log_received: bool = False
     """Whether ranks log what they receive, too."""
+    wrapped: str = ""
+    """What wraps the module of a stage; empty for the example's, which nothing does."""
 
     @property
     def options(self) -> list[str]:
         """Arguments of the script."""
+        if self.wrapped:
+            return ["--stages", str(self.pp), "--wrap", self.wrapped]
         stages = ["--stages", str(self.pp), *["--expert-parallel"] * self.shares_experts]
         stages += ["--seed", "7"] * self.seeded + ["--log-received"] * self.log_received
         micro_batches = ["--microbatches", str(self.pp)]
         return [*stages, *micro_batches, "--schedule", self.schedule] if self.schedule else stages
+
+    @property
+    def script(self) -> str:
+        return wrapped_stages.__file__ if self.wrapped else pipeline_trainer.__file__
 
     @property
     def ranks(self) -> range:
@@ -68,7 +77,7 @@ SEEDED = Shape(3, 2, seeded=True)
 
 def make_job(directory: Path, shape: Shape, log_mib: float, how: str, window: int) -> Any:
     every = 1 if window else EVERY
-    script = [sys.executable, pipeline_trainer.__file__, str(every), how, str(directory)]
+    script = [sys.executable, shape.script, str(every), how, str(directory)]
     sparse = {"policy": {"type": "Sparse", "sparse": {"window": window}}} if window else {}
     options = ["--steps", str(STEPS), *shape.options, "--log-mib", str(log_mib)]
     container = {"name": "trainer", "command": [*script, *options]}
@@ -81,7 +90,8 @@ def make_job(directory: Path, shape: Shape, log_mib: float, how: str, window: in
                 "nodes": len(shape.ranks),
                 "nprocPerNode": 1,
                 "parallelism": {
-                    "dp": shape.dp,
+                    "dp": 1 if shape.wrapped == "tp" else shape.dp,
+                    "tp": shape.dp if shape.wrapped == "tp" else 1,
                     "pp": shape.pp,
                     "ep": shape.dp if shape.shares_experts else 1,
                 },
@@ -141,7 +151,7 @@ def undisturbed(shape: Shape) -> list[list[Line]]:
     with tempfile.TemporaryDirectory() as path:
         count = str(len(shape.ranks))
         script = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count]
-        trainer = [pipeline_trainer.__file__, str(EVERY), "same", path, *shape.options]
+        trainer = [shape.script, str(EVERY), "same", path, *shape.options]
         options = ["--steps", str(STEPS)]
         subprocess.run([*script, *trainer, *options], check=True, timeout=WAIT_S)
         return [lines_of(Path(path), rank) for rank in shape.ranks]
@@ -314,6 +324,16 @@ def test_a_lost_stage_repeats_steps_while_the_others_keep_their_state(
     with running(TWO_BY_TWO, window=window) as run:
         asyncio.run(run.lose([stage]))
         check_replay(run, [stage])
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("way", wrapped_stages.WAYS)
+def test_a_lost_stage_that_torch_wraps_repeats_steps_alone(way: str) -> None:
+    with running(Shape(2, 2, wrapped=way)) as run:
+        asyncio.run(run.lose([1]))
+        check_replay(run, [1])
 
 
 @pytest.mark.slow

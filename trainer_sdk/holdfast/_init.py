@@ -12,6 +12,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from holdfast._agree.exchange import Alone, Exchange, make_exchange
 from holdfast._agree.interval import DueSaves, SaveInterval
@@ -186,7 +187,7 @@ class _Maker:
                 stays=self.world is not None,
             )
         if _has_seats(self.model):
-            _check_seats(self.topology, self.settings)
+            _check_seats(self.model, self.topology, self.settings)
             for one in self.optimizers:
                 check_same_optimizer(one)
 
@@ -346,12 +347,19 @@ def _has_seats(model: nn.Module) -> bool:
     return any(isinstance(module, Seats) for module in model.modules())
 
 
-def _check_seats(topology: Topology | None, settings: Settings) -> None:
-    """Check that the topology and the policy allow experts in seats.
+def _check_seats(model: nn.Module, topology: Topology | None, settings: Settings) -> None:
+    """Check that the model, the topology and the policy allow experts in seats.
 
     Raises:
-        InvalidJobError: the topology gives ranks different parts, or snapshots are windows.
+        InvalidJobError: ranks have different parts of a parameter, or the topology says so; or
+            snapshots are windows.
     """
+    sharded = (name for name, one in model.named_parameters() if isinstance(one, DTensor))
+    if (first := next(sharded, None)) is not None:
+        raise InvalidJobError(
+            f"the experts of holdfast.moe may be on any rank, and every rank has all other state, "
+            f"but {first} is divided among ranks: leave fully_shard, and parallelize_module, out"
+        )
     if topology is not None and topology != Topology(dp=topology.world_size):
         raise InvalidJobError(
             f"the experts of holdfast.moe may be on any rank, and every rank has all other state, "
@@ -360,7 +368,7 @@ def _check_seats(topology: Topology | None, settings: Settings) -> None:
         )
     if settings.window:
         raise InvalidJobError(
-            "only the ranks that captured a sparse window can repeat its steps, and experts of "
+            "a sparse window needs each expert on the same ranks in all its steps, and experts of "
             "holdfast.moe change ranks: use another snapshot.policy.type"
         )
 

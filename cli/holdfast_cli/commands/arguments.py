@@ -142,11 +142,14 @@ _PERSIST_EPILOG = """
 
 
 _PROFILE_EPILOG = """
-  holdfast profile job.yaml > profile.json
+  holdfast profile job.yaml > profile.json            `holdfast run job.yaml` trains meanwhile
+  holdfast profile -n team-a llm > profile.json       a job in a cluster
   holdfast simulate job.yaml --profile profile.json --mtbf 2h,30m
 
-`holdfast run job.yaml` has to train meanwhile. What a run does not show can be added to the file:
-holdfast simulate --help names the fields.
+In a cluster the daemons' metrics are read through the API server, which needs the rights to list
+pods and to get pods/proxy in the namespace of the release. Without them, the profile has what the
+job's status shows.
+What a job does not show can be added to the file: holdfast simulate --help names the fields.
 """
 
 
@@ -499,9 +502,11 @@ def add_persist(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `holdfast profile`."""
-    text = "Measure a local run in progress, for `holdfast simulate`; prints JSON."
+    text = "Measure a job in progress, for `holdfast simulate`; prints JSON."
     parser = add_command(commands, "profile", text, _PROFILE_EPILOG)
-    parser.add_argument("job", type=Path, metavar="JOB.yaml", help="the MoETrainingJob that runs")
+    parser.add_argument(
+        "job", metavar="JOB", help="the job's file, or in a cluster also the job's name"
+    )
     add_directory(parser)
     parser.add_argument(
         "--seconds",
@@ -510,6 +515,7 @@ def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="S",
         help="seconds for which steps are timed (default %(default)s)",
     )
+    add_cluster(parser, "in a cluster (any of these options chooses one)", system=True)
     parser.set_defaults(handler=_profile)
 
 

@@ -1,58 +1,55 @@
-"""`holdfast profile`: writes a profile of a local run in progress, for `holdfast simulate`.
+"""`holdfast profile`: writes a profile of a job in progress, for `holdfast simulate`.
 
-Its figures are what the run's processes measure anyway: the steps and the times of saves that
-daemons expose, the bytes of the snapshots' layouts, and the recoveries so far. Some are missing
-where the run does not show them; the simulation then assumes them, and says so.
+Its figures are what the job's processes measure anyway: the steps and the times of saves that
+daemons expose, the bytes of what ranks capture, and the recoveries so far. Some are missing where
+the job does not show them; the simulation then assumes them, and says so.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
 from urllib.request import urlopen
 
 import grpc
-import msgspec
 
+from holdfast_cli.commands import cluster_profile
+from holdfast_cli.commands.profile_figures import (
+    NodeFigures,
+    figures_in,
+    measured_restart_s,
+    measured_step_s,
+    print_profile,
+)
+from holdfast_cli.commands.run import chosen_cluster, find_run, is_file
 from holdfast_cli.job_files import load_job
 from holdfast_cli.local.daemon_calls import CALL_TIMEOUT_S, ask, daemon_status
-from holdfast_cli.local.directory import RunDirectory, default_directory
-from holdfast_cli.local.status import NodeStatus, Status, read_status
+from holdfast_cli.local.directory import RunDirectory
+from holdfast_cli.local.status import NodeStatus, read_status
 from holdfast_cli.planner.plan_inputs import layouts_of_run, sizes_of_run
-from holdfast_cli.planner.profile import JobProfile, encode_profile
+from holdfast_cli.planner.profile import JobProfile
 from holdfast_core.errors import InvalidJobError, UnreachableError
 from holdfast_core.job.snapshots import PolicyType
-from holdfast_core.metric_definitions import job_labels
 from holdfast_protos import trainer_pb2_grpc
 from holdfast_protos.connections import channels
 
 POLL_S = 0.05
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeFigures:
-    """What the daemon of one node has measured of a job; 0: nothing yet."""
-
-    captured_bytes: int
-    """Bytes of one full snapshot of its ranks."""
-    staged_s: float
-    """Time from a save until tensors could change, of the slowest rank."""
-    protection_bytes: float
-    encode_s: float
-    """Bytes fetched for parity or replicas so far, and the time that building them took."""
-    persisted_bytes: float
-    persist_s: float
-
-
 def profile(options: argparse.Namespace) -> int:
     """Carry out `holdfast profile`; returns the exit code."""
-    job = load_job(options.job)
-    path = options.dir or default_directory(job.key)
+    if (cluster := chosen_cluster(options)) is not None:
+        return cluster_profile.profile(cluster)
+    if not is_file(options.job):
+        raise InvalidJobError(
+            f"the profile of a local run needs the job's file, not only its name: give "
+            f"{options.job}.yaml, or -n NAMESPACE for a job in a cluster"
+        )
+    job = load_job(Path(options.job))
+    path = options.dir or find_run(None, options.job)
     status = read_status(path / "status.json")
     members = [node for node in status.local.nodes if node.member is not None and node.connected]
     if status.ended or not members:
@@ -82,64 +79,15 @@ def profile(options: argparse.Namespace) -> int:
         other_bytes=sizes.other_bytes,
         experts_per_layer=experts or None,
         moe_layers=layers or None,
-        restart_s=measured_restart_s(status),
+        restart_s=measured_restart_s(
+            # From the decision to the first step after it.
+            recovery.advanced_at - recovery.decided_at
+            for recovery in status.local.recoveries
+            if recovery.advanced_at is not None and recovery.step_before
+        ),
     )
-    made = msgspec.structs.replace(made, **measured_rates(figures))
-    sys.stdout.write(encode_profile(made).decode())
-    missing = [
-        name
-        for name in ("copy_bytes_s", "network_bytes_s", "storage_bytes_s", "restart_s")
-        if getattr(made, name) is None
-    ]
-    if missing:
-        print(
-            f"holdfast: this run has not shown {', '.join(missing)}: the simulation assumes them",
-            file=sys.stderr,
-        )
+    print_profile(made, figures)
     return 0
-
-
-def measured_step_s(seen: Sequence[tuple[float, int]], asked_s: float) -> float:
-    """Time of a step, snapshots included: steps between the first and the last change that was
-    seen.
-
-    Args:
-        seen: times in seconds at which a newer step was first seen, with that step.
-
-    Raises:
-        InvalidJobError: when fewer than two changes were seen.
-    """
-    if len(seen) < 2:
-        raise InvalidJobError(
-            f"the run saved {len(seen)} steps in {asked_s:g} s, and two are needed: give more with "
-            f"--seconds"
-        )
-    (first_s, first), (last_s, last) = seen[0], seen[-1]
-    return (last_s - first_s) / (last - first)
-
-
-def measured_rates(nodes: Sequence[NodeFigures]) -> dict[str, float]:
-    """The rates of a node that the figures show, by their field in a profile: of the slowest node
-    for copies, and the mean for what goes over the network and to storage."""
-    copies = [n.captured_bytes / n.staged_s for n in nodes if n.captured_bytes and n.staged_s]
-    rates = {"copy_bytes_s": min(copies, default=0.0)}
-    for name, nbytes, seconds in (
-        ("network_bytes_s", [n.protection_bytes for n in nodes], [n.encode_s for n in nodes]),
-        ("storage_bytes_s", [n.persisted_bytes for n in nodes], [n.persist_s for n in nodes]),
-    ):
-        rates[name] = sum(nbytes) / sum(seconds) if sum(seconds) else 0.0
-    return {name: rate for name, rate in rates.items() if rate}
-
-
-def measured_restart_s(status: Status) -> float | None:
-    """Median time from the decision about a recovery to the first step after it; None where the run
-    has had no recovery."""
-    times_s = [
-        recovery.advanced_at - recovery.decided_at
-        for recovery in status.local.recoveries
-        if recovery.advanced_at is not None and recovery.step_before
-    ]
-    return max(0.0, statistics.median(times_s)) if times_s else None
 
 
 def _steps(
@@ -173,29 +121,7 @@ def _figures(node: NodeStatus, directory: RunDirectory, captured_bytes: int) -> 
             text = answer.read().decode()
     except OSError as error:
         raise UnreachableError(f"the daemon of {node.name}: {url}: {error}") from error
-    values = _values(text, directory.job_key)
-    return NodeFigures(
-        captured_bytes=captured_bytes,
-        staged_s=values.get("holdfast_save_staged_seconds", 0.0),
-        protection_bytes=values.get("holdfast_protection_bytes_total", 0.0),
-        encode_s=values.get("holdfast_encode_seconds_sum", 0.0),
-        persisted_bytes=values.get("holdfast_persisted_bytes_total", 0.0),
-        persist_s=values.get("holdfast_persist_seconds_sum", 0.0),
-    )
-
-
-def _values(exposition: str, job_key: str) -> Mapping[str, float]:
-    """Samples of the job, and of the whole daemon, by their names."""
-    # Whoever has a local run has the daemons' packages; the commands alone do without.
-    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
-
-    labels = job_labels(job_key)
-    return {
-        sample.name: sample.value
-        for family in text_string_to_metric_families(exposition)
-        for sample in family.samples
-        if not sample.labels or sample.labels == labels
-    }
+    return figures_in(text, directory.job_key, captured_bytes)
 
 
 @contextmanager

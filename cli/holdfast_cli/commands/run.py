@@ -180,9 +180,14 @@ def chosen_cluster(options: argparse.Namespace) -> argparse.Namespace | None:
     return _in_cluster(argparse.Namespace(**{**vars(options), "kubeconfig": known}))
 
 
+def is_file(job: str) -> bool:
+    """Whether a job is given by its file, and not by its name."""
+    return Path(job).suffix in _FILES
+
+
 def key_of(job: str) -> str:
     """Key of a job that is given by its name, by its key or by its file."""
-    if Path(job).suffix in _FILES:
+    if is_file(job):
         return load_job(Path(job)).key
     return job if "." in job else f"default.{job}"
 
@@ -198,7 +203,7 @@ def _in_cluster(options: argparse.Namespace) -> argparse.Namespace:
     """The options, with the job's namespace and name in the cluster. A job may be given by its
     file, or as `team-a.llm`."""
     name, namespace = options.job, ""
-    if name is not None and Path(name).suffix in _FILES:
+    if name is not None and is_file(name):
         metadata = load_job(Path(name)).metadata
         namespace, name = metadata.namespace, metadata.name
     elif name is not None and "." in name:

@@ -138,7 +138,10 @@ def status_view(
     for straggler in status.get("stragglers") or []:
         parts.append(Text(f"SLOW: {straggler.get('text', '')}", style="yellow"))
     # Lines: figures, in words that the operator's code wrote.
-    for part, style in (("tokenLoss", ""), ("experts", ""), ("protectionTraffic", "dim")):
+    for part, style in (
+        *(("tokenLoss", ""), ("experts", "")),
+        *(("pace", "dim"), ("protectionTraffic", "dim")),
+    ):
         if part in status:
             parts.append(Text(status[part].get("text", ""), style=style))
     # Tables, and the newest events.

@@ -89,7 +89,9 @@ def _state(name: str, status: Object) -> str:
             f" after {step} steps, {kept}" if phase != Phase.COMPLETE else f" after {step} steps"
         )
     problem = status.get("problem")
-    return _wrapped(f"{text}: {problem}" if problem and phase != Phase.COMPLETE else f"{text}.")
+    text = f"{text}: {problem}" if problem and phase != Phase.COMPLETE else f"{text}."
+    pace = (status.get("pace") or {}).get("text")
+    return _wrapped(f"{text} {pace[:1].upper()}{pace[1:]}." if pace else text)
 
 
 def _course(status: Object, events: Sequence[TimedEvent]) -> Iterator[str]:

@@ -18,6 +18,8 @@ from holdfast_cli.planner.planning import (
     compare_and_recommend,
     plan_view,
 )
+from holdfast_cli.planner.simulation.plan_levers import levers_of_plan
+from holdfast_cli.planner.simulation.view import lever_view
 from holdfast_cli.plotting import needs_matplotlib
 from holdfast_core.errors import InvalidJobError
 
@@ -57,6 +59,8 @@ def plan(options: argparse.Namespace) -> int:
     advice = compare_and_recommend(job, model)
     comparison = advice.comparison
     console.print(plan_view(job, settings, model, advice))
+    console.print()
+    console.print(lever_view(levers_of_plan(job, sizes, model.assumed)))
     if options.plot is not None:
         _plot(options.plot, comparison, model.assumed, title=job.key)
         print(f"wrote {options.plot}")

@@ -21,7 +21,7 @@ import msgspec
 
 from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole, piece_count
 from holdfast_core.snapshots.names import NameKind, TensorName
-from holdfast_core.snapshots.units import UnitKey
+from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 GRADIENT = "gradient"
 RECIPE = "recipe"
@@ -205,6 +205,17 @@ def _fits(parameter: Recomputable) -> bool:
 def state_entries(layout: Layout) -> tuple[Entry, ...]:
     """The entries of a layout that are training state."""
     return tuple(entry for entry in layout.entries if entry.role not in BESIDE_STATE)
+
+
+def state_bytes(layout: Layout) -> tuple[int, int]:
+    """Bytes of training state in a layout: of experts, and of everything else."""
+    by_unit: dict[str, int] = {}
+    for entry in state_entries(layout):
+        by_unit[entry.unit] = by_unit.get(entry.unit, 0) + entry.nbytes
+    experts = sum(
+        nbytes for unit, nbytes in by_unit.items() if UnitKey.parse(unit).kind is UnitKind.EXPERT
+    )
+    return experts, sum(by_unit.values()) - experts
 
 
 def gradient_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:

@@ -252,6 +252,16 @@ class StragglerStatus(_Part, frozen=True, kw_only=True):
     text: Annotated[str, Meta(description="all of this in words")] | None = None
 
 
+class PaceStatus(_Part, frozen=True, kw_only=True):
+    """How often snapshots are taken; only where the job leaves that to measurement (`auto`)."""
+
+    interval_steps: (
+        Annotated[int, Meta(description="the steps from one snapshot to the next")] | None
+    ) = None
+    window_steps: Annotated[int, Meta(description="the steps of a sparse window")] | None = None
+    text: Annotated[str, Meta(description="all of this in words")] | None = None
+
+
 class FailureStatus(_Part, frozen=True, kw_only=True):
     """The newest rank, or launcher, that ended with an error of its own."""
 
@@ -412,6 +422,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
     ) = None
     token_loss: TokenLossStatus | None = None
     experts: ExpertsStatus | None = None
+    pace: PaceStatus | None = None
     protection_traffic: ProtectionTrafficStatus | None = None
     slots: (
         Annotated[

@@ -155,6 +155,13 @@ class JobOverview:
     storage_problem: str
     slots: int
     """Fewest slots of an arena of the ranks here; 0 while none is allocated."""
+    interval_steps: int
+    """Steps from snapshot to snapshot, as measured by the ranks that are at work in this epoch; 0
+    where none reports it."""
+    window_steps: int
+    """Steps of the newest sparse window of these ranks; 0 where none reports one."""
+    state_bytes: tuple[int, int]
+    """Training state that the ranks here capture: of experts, and of everything else."""
     stored_epoch: int
     """Epoch of an earlier run in storage, which this epoch must pass first; 0: none."""
     skipped: int
@@ -202,6 +209,9 @@ def overview(memory: JobMemory) -> JobOverview:
         problem=problem(memory),
         storage_problem=memory.loading.problem,
         slots=_fewest_slots(memory),
+        interval_steps=max((each.pace.interval_steps for each in _at_work(memory)), default=0),
+        window_steps=max((each.pace.window_steps for each in _at_work(memory)), default=0),
+        state_bytes=_state_bytes(memory),
         stored_epoch=memory.loading.beyond,
         skipped=sum(record.skipped for record in memory.ranks.values()),
         failed=sum(record.failed for record in memory.ranks.values()),
@@ -398,6 +408,13 @@ def _fewest_slots(memory: JobMemory) -> int:
     ranks = memory.my_ranks()
     arenas = (each for each in memory.arenas.values() if each.ready and each.rank in ranks)
     return min((len(arena.slots) for arena in arenas), default=0)
+
+
+def _state_bytes(memory: JobMemory) -> tuple[int, int]:
+    sessions = ((record.rank, record.layout_id) for record in memory.sessions.values())
+    arenas = (memory.arenas.get(key) for key in sessions)
+    captured = [arena.state_bytes for arena in arenas if arena is not None]
+    return sum(experts for experts, _ in captured), sum(others for _, others in captured)
 
 
 def _committed(memory: JobMemory) -> dict[int, set[Generation]]:

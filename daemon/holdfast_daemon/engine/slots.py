@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from holdfast_core.errors import CorruptError
+from holdfast_core.experts.recompute import state_bytes
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import (
     Layout,
@@ -135,6 +136,14 @@ class ArenaView:
     encoded: bytes
     slots: list[Slot] = field(default_factory=list)
     """Its slots; empty until it is allocated."""
+    _state_bytes: tuple[int, int] | None = None
+
+    @property
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes of training state in its layout: of experts, and of everything else."""
+        if self._state_bytes is None:
+            self._state_bytes = state_bytes(self.layout)
+        return self._state_bytes
 
     @property
     def ready(self) -> bool:

@@ -184,6 +184,8 @@ class NodeObserver:
             metrics.set("sessions_open", overview.sessions, job=job)
             metrics.set("arena_bytes", host.storage.arena_bytes, job=job)
             metrics.set("parity_bytes", host.storage.parity_bytes, job=job)
+            for part, nbytes in zip(("experts", "other"), overview.state_bytes, strict=True):
+                metrics.set("state_bytes", nbytes, job=job, part=part)
             if overview.complete is not None:
                 metrics.set("generation_step", overview.complete.step, job=job, stage="committed")
             if overview.protected is not None:

@@ -48,6 +48,8 @@ def job_state(host: JobHost) -> control_pb2.JobState:
         stored_epoch=job.stored_epoch,
         protection_bytes_s=host.worker.parity_traffic.bytes_s,
         slots=job.slots,
+        interval_steps=job.interval_steps,
+        window_steps=job.window_steps,
         plan=None if job.plan is None else plan_to_proto(job.plan),
         inspection=_inspection(job.inspection, host.now),
     )

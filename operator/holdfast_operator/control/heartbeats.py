@@ -84,6 +84,8 @@ def job_view(state: control_pb2.JobState) -> JobView:
         parity_bytes=state.parity_bytes,
         protection_bytes_s=_rate(state.protection_bytes_s),
         slots=state.slots,
+        interval_steps=state.interval_steps,
+        window_steps=state.window_steps,
         loss=loss_from_proto(state.loss) if state.HasField("loss") else None,
         plan=plan_from_proto(state.plan) if state.HasField("plan") else None,
         inspection=_inspection(state.inspection) if state.HasField("inspection") else None,

@@ -774,6 +774,39 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="windows: look for the frames of another world's ranks where one of them has its own",
+        test="sdk/restoring/test_other_world.py",
+        edits=(
+            (
+                f"{RESTORING}/other_windows.py",
+                "frames_of(layout, schedule, records[old].state_end)[slot]",
+                "frames_of(layout, schedule, record.state_end)[slot]",
+            ),
+        ),
+    ),
+    Mutant(
+        name="windows: read the frame of the step before in another world",
+        test="sdk/restoring/test_other_world.py",
+        edits=(
+            (
+                f"{RESTORING}/other_windows.py",
+                "frames_of(layout, schedule, records[old].state_end)[slot]",
+                "frames_of(layout, schedule, records[old].state_end)[max(1, slot - 1)]",
+            ),
+        ),
+    ),
+    Mutant(
+        name="windows: let another world train the steps of a window again",
+        test="sdk/restoring/test_other_world.py",
+        edits=(
+            (
+                f"{RESTORING}/other_world.py",
+                "snapshot.window is not None and snapshot.window.repeats is Repeats.TRAINING:",
+                "False:",
+            ),
+        ),
+    ),
+    Mutant(
         name="windows: let each rank take the length that it has measured itself",
         edits=(
             (

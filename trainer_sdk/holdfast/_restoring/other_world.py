@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -27,6 +28,7 @@ import msgspec
 
 from holdfast._capture.partial_state import PartialState
 from holdfast._capture.taking_over import RankTokens, keep_shared, tokens_of
+from holdfast._capture.window_records import WindowRecord, decode_record, encode_record
 from holdfast._copying.engine import CopyEngine, plan_copy
 from holdfast._copying.placed import Placed
 from holdfast._daemon.client import DaemonClient, RestoreDecision
@@ -38,8 +40,10 @@ from holdfast._restoring.assembling import (
     wanted_of,
 )
 from holdfast._restoring.fit import make_room
+from holdfast._restoring.other_windows import plan_frames
 from holdfast._restoring.passing import FillTargets, Span, spans_of
 from holdfast._restoring.reading import ReadSnapshot, read_snapshot
+from holdfast._restoring.repeating import OptimizerReplay
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.collect import buffers_of, put_back_groups
 from holdfast._state.extras import decode_extras
@@ -49,6 +53,7 @@ from holdfast_core.errors import (
     LayoutMismatchError,
     NoRecoveryLineError,
 )
+from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import (
     Layout,
@@ -74,6 +79,8 @@ class SnapshotOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of its manifest."""
     layout: bytes
     extras: bytes
+    window: bytes = b""
+    """Record of a sparse window; empty for other snapshots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +108,7 @@ class OtherWorld:
                 manifest=manifest_digest(encode_manifest(one.manifest)),
                 layout=encode_layout(one.layout),
                 extras=one.extras,
+                window=b"" if one.window is None else encode_record(one.window),
             )
             for one in self.snapshots
         )
@@ -129,8 +137,8 @@ def open_world(
     Raises:
         CorruptError: a snapshot does not belong to the line, or a piece does not match its
             checksum.
-        LayoutMismatchError: the line is a sparse window. Its units are of different steps, and only
-            the world that captured it can repeat these.
+        LayoutMismatchError: the line is a sparse window that repeats training. Only the world that
+            captured it can do so.
     """
     generation = decision.line.generation
     assert generation is not None
@@ -162,11 +170,11 @@ def _check(snapshot: ReadSnapshot, world: OtherWorld) -> None:
     fits = (manifest.extras_offset, manifest.piece_bytes, manifest.layout_id)
     if fits != (layout.extras_offset, layout.piece_bytes, layout_id(encode_layout(layout))):
         raise CorruptError(f"the manifest of rank {manifest.rank} does not fit its layout")
-    if snapshot.window is not None:
+    if snapshot.window is not None and snapshot.window.repeats is Repeats.TRAINING:
         raise LayoutMismatchError(
             f"generation {world.generation} is a sparse window of {world.ranks} ranks, whose steps "
-            f"only their world can repeat; suspend a job that leaves snapshot.policy.type Sparse, "
-            f"and give it fewer minNodes than nodes once a snapshot of its new policy is protected"
+            f"only their world can repeat; give the job snapshot.policy.sparse.repeats Optimizer, "
+            f"or another policy, and fewer minNodes than nodes once a snapshot of that is protected"
         )
 
 
@@ -194,6 +202,8 @@ class WorldPlan:
     first snapshot on behalf of all."""
     tokens: tuple[RankTokens, ...]
     """Token counts of the old ranks whose snapshots this rank reads on behalf of all."""
+    repeats: OptimizerReplay | None = None
+    """The optimizer steps of a sparse window, which complete its state."""
 
     def spans(self) -> tuple[Span, ...]:
         """Return the spans that this rank needs of each payload."""
@@ -247,15 +257,39 @@ def plan_world(
         for one in world.snapshots
         if readers[one.manifest.rank] == me
     }
+    ranges = payload_ranges(found, layouts)
+    # Find the frames of a window.
+    repeats = None
+    if records := _windows_of(offers):
+        merge = partial(_extras_of_step, chosen, live)
+        frames = plan_frames(records, layouts, tuple(alike), was, live, topology, rank, merge)
+        sources, repeats = {**sources, **frames.sources}, frames.repeats
+        ranges = frames.beside(ranges)
     return WorldPlan(
         sources=sources,
-        ranges=payload_ranges(found, layouts),
+        ranges=ranges,
+        repeats=repeats,
         extras=own,
         readers=readers,
         takes_over=frozenset(_old_ranks_of_place(was, topology, rank)),
         policy=keep_shared(states[0]).encode() if 0 in states else b"",
         tokens=tuple(tokens_of(state, old, versions) for old, state in states.items()),
     )
+
+
+def _extras_of_step(
+    chosen: int, live: LiveState, extras: Mapping[int, Mapping[str, Any]]
+) -> dict[str, Any]:
+    return with_all_values(extras[chosen], extras.values(), live)
+
+
+def _windows_of(offers: Mapping[int, SnapshotOffer]) -> dict[int, WindowRecord]:
+    """The records of the window that the old ranks captured; empty if they captured none."""
+    records = {old: decode_record(offer.window) for old, offer in offers.items() if offer.window}
+    found = {old: record for old, record in records.items() if record is not None}
+    if found and len(found) < len(offers):
+        raise CorruptError(f"only ranks {sorted(found)} captured the generation as a window")
+    return found
 
 
 def _old_ranks_of_place(was: Topology, topology: Topology, rank: int) -> Iterator[int]:

@@ -442,7 +442,9 @@ class Restore:
         wanted = [one.needs for one in statements]
         pass_on(self.exchange, wanted, plan.readers, world.placed_by_rank(), plan.filling(), me)
         # Third agreement: every rank has loaded all of it.
-        _, error = _attempt(lambda: self._finish(plan.extras, _Copied(plan.sources, ())))
+        _, error = _attempt(
+            lambda: self._finish(plan.extras, _Copied(plan.sources, (), repeats=plan.repeats))
+        )
         self._agree(error, own)
         # Take over the token counts of the old ranks whose places this rank has.
         counts = [tokens for statement in statements for tokens in statement.tokens]

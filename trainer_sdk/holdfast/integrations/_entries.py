@@ -9,10 +9,11 @@ The model, the optimizer and everything that was imported stay.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from holdfast._causes import drop_frames
 from holdfast._elastic.sampler import ElasticSampler
@@ -20,6 +21,7 @@ from holdfast._elastic.session import ElasticSession
 from holdfast._elastic.world import World
 from holdfast._session.interface import Session
 from holdfast._state.collect import RandomGenerators
+from holdfast._state.conventions import Seats
 from holdfast._state.extras import UnsupportedValueError, encode_extras
 from holdfast._steps import RestartRunner, Runner
 from holdfast_core.errors import InvalidJobError, StaleEpochError
@@ -162,6 +164,28 @@ class Protection:
             raise InvalidJobError(
                 f"{how} is {accumulated} beside sampler=…, which gives the number of passes of a "
                 f"step: leave it out, and let micro_batch of the sampler be what fits one pass"
+            )
+
+    def _check_model(
+        self, framework: str, model: nn.Module, arguments: Mapping[str, object]
+    ) -> None:
+        """Refuse what only a loop of one's own can train.
+
+        Args:
+            framework: its name, for messages.
+            arguments: further ones of `holdfast.init`.
+        """
+        if any(isinstance(module, Seats) for module in model.modules()):
+            raise InvalidJobError(
+                f"{framework} reduces gradients as if all ranks had the same experts, and those "
+                f"of holdfast.moe have copies on some: train them in a loop of your own, as in "
+                f"examples/train_moe_elastic.py"
+            )
+        if arguments.get("pipeline") is not None:
+            raise InvalidJobError(
+                f"pipeline=…: the loop of {framework} cannot repeat the steps of a stage alone; "
+                f"leave it out, so that all ranks go back together, or write a loop of your own, "
+                f"as in examples/train_moe_pipeline.py"
             )
 
     def _weigh(self, loss: torch.Tensor) -> torch.Tensor:

@@ -288,6 +288,7 @@ class HoldfastTrainerCallback(Protection, TrainerCallback):  # type: ignore[misc
         self._check_size(
             "the Trainer", trainer.args.gradient_accumulation_steps, "gradient_accumulation_steps"
         )
+        self._check_model("the Trainer", trainer.model, self._arguments)
         _check(trainer, self._world)
         if self._sampler is None:
             _check_order(trainer)

@@ -200,6 +200,7 @@ class HoldfastCallback(Protection, Callback):  # type: ignore[misc]  # the packa
         self._check_size(
             "Lightning", trainer.accumulate_grad_batches, "Trainer(accumulate_grad_batches=…)"
         )
+        self._check_model("Lightning", model, self._arguments)
         if self._sampler is not None:
             self._own["sampler"] = self._sampler
             _accumulate(trainer, self._sampler.plan.passes)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from holdfast_cli.planner.models.model_sizes import ModelSizes, plan_capture, table_of_sizes
-from holdfast_cli.planner.models.slots import slots_chosen
+from holdfast_cli.planner.models.slots import WITHOUT_WEIGHTS, slots_chosen
 from holdfast_core.experts.recompute import GRADIENT_SHARE
 from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.job.snapshots import SparseWindows
 from holdfast_core.protection.budget import (
     NodeMemory,
     inherited_ranks,
@@ -85,13 +86,21 @@ def slot_bytes_of_model(job: MoETrainingJob, sizes: ModelSizes) -> SlotBytesOf:
     """Slot sizes of a model that ranks divide as trainers do under the job's policy."""
     policy = job.spec.snapshot.policy.chosen
     share = GRADIENT_SHARE if policy.recompute else 0
+    scale = 1.0
+    if isinstance(policy, SparseWindows):
+        # Frames of all but one save, for half of the units on average.
+        frames = (1 - WITHOUT_WEIGHTS) * (policy.window_steps - 1) / 2
+        scale = WITHOUT_WEIGHTS + frames
 
     def slot_bytes(nodes: int) -> list[int]:
         topology = topology_with(job, sizes, nodes)
         table = table_of_sizes(sizes, topology)
         plan = plan_capture(table, topology, partial=policy.takes_experts_apart)
         loads = zip(plan.loads(table.units), plan.loads(()), strict=True)
-        return [round_up(load + int((load - rest) * share), PAGE_BYTES) for load, rest in loads]
+        return [
+            round_up(int(load * scale) + int((load - rest) * share), PAGE_BYTES)
+            for load, rest in loads
+        ]
 
     return slot_bytes
 

@@ -247,12 +247,13 @@ class _World:
         return [self._cost(kind, len(self._table.experts), self._whole, [units], 0.0, {})]
 
     def windows(self, kind: PolicyType) -> list[PolicyCost]:
-        """The cost of windows, for each of what a recovery may repeat. None for a job that the
-        policy would refuse: one with saves further apart than a step, or that may go on with fewer
-        nodes."""
-        if self._job.spec.snapshot.interval.steps != 1 or self._job.spec.may_shrink:
+        """The cost of windows, for each of what a recovery may repeat. Without what the job would
+        be refused with: windows with saves further apart than a step, or windows that repeat
+        training in a job that may go on with fewer nodes."""
+        if self._job.spec.snapshot.interval.steps != 1:
             return []
-        return [cost for repeats in Repeats for cost in self._window(kind, repeats)]
+        possible = (Repeats.OPTIMIZER,) if self._job.spec.may_shrink else tuple(Repeats)
+        return [cost for repeats in possible for cost in self._window(kind, repeats)]
 
     def _window(self, kind: PolicyType, repeats: Repeats) -> list[PolicyCost]:
         """The cost of windows as long as the budgets of a step require; none if one step is

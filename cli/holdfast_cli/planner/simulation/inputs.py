@@ -248,8 +248,8 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
         mtbfs_s=tuple(sorted(set(mtbfs_s), reverse=True)),
         trace=trace,
         kinds=_kinds_of(options.policies),
-        possible=_possible(job),
-        job=_setting(job, workload, cluster, costs),
+        possible=possible_policies(job),
+        job=job_setting(job, workload, cluster, costs),
         stay_restart_s=sources.stay_restart_s,
         runs=options.runs,
         first_seed=options.seed,
@@ -258,7 +258,7 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
     )
 
 
-def _possible(job: MoETrainingJob) -> frozenset[PolicyKind]:
+def possible_policies(job: MoETrainingJob) -> frozenset[PolicyKind]:
     """Policies that the job can ask for. With `minNodes` below `nodes` only whole snapshots are
     simulated; sparse windows need every step."""
     if job.spec.may_shrink:
@@ -269,7 +269,7 @@ def _possible(job: MoETrainingJob) -> frozenset[PolicyKind]:
     return frozenset(kinds)
 
 
-def _setting(
+def job_setting(
     job: MoETrainingJob, workload: Workload, cluster: Cluster, costs: AssumedCosts
 ) -> JobSetting:
     """The job as its document has it."""
@@ -444,19 +444,27 @@ def _sizes(options: argparse.Namespace, job: MoETrainingJob, gpus: int, sources:
 
 
 def _stored_every_s(job: MoETrainingJob, step_s: float, sources: Sources) -> float:
-    """Time between copies in storage; 0 where the job keeps none."""
-    persistence = job.spec.persistence
-    if persistence is None:
+    every_s = stored_every_s(job, step_s)
+    if not every_s:
         sources.explain("copies in storage", "none: without memory, training begins anew", JOB)
-        return 0.0
-    interval = persistence.interval
-    every_s, source = STORED_EVERY_S, ASSUMED
-    if interval.minutes is not None:
-        every_s, source = 60 * interval.minutes, JOB
-    elif interval.steps is not None:
-        every_s, source = interval.steps * step_s, JOB
+        return every_s
+    interval = job.spec.persistence.interval if job.spec.persistence else None
+    measured = interval is None or (interval.minutes is None and interval.steps is None)
+    source = ASSUMED if measured else JOB
     sources.explain("copies in storage", f"every {duration_text(round(every_s))}", source)
     return every_s
+
+
+def stored_every_s(job: MoETrainingJob, step_s: float) -> float:
+    """Time between copies in storage, assumed where measurements decide; 0 where the job keeps
+    none."""
+    persistence = job.spec.persistence
+    if persistence is None:
+        return 0.0
+    interval = persistence.interval
+    if interval.minutes is not None:
+        return 60.0 * interval.minutes
+    return STORED_EVERY_S if interval.steps is None else interval.steps * step_s
 
 
 def _popularity(options: argparse.Namespace, experts: int, sources: Sources) -> tuple[float, ...]:

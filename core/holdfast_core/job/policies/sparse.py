@@ -160,19 +160,23 @@ class SparseWindows(Policy, frozen=True, kw_only=True):
 
     @classmethod
     def job_rules(cls) -> tuple[Rule, ...]:
+        path = f"snapshot.policy.{cls.field_name()}"
         another = f"self.snapshot.policy.type != '{cls.type_name}'"
         return (
             Rule(
-                rule=f"!has(self.minNodes) || self.minNodes >= self.nodes || {another}",
-                says="steps of a sparse window are repeated only by the world that captured it; "
-                "use another policy, or minNodes = %d",
+                rule=f"!has(self.minNodes) || self.minNodes >= self.nodes || {another} || "
+                f"has(self.{path}) && self.{path}.repeats == 'Optimizer'",
+                says="training steps of a sparse window are repeated only by the world that "
+                f"captured it; set {path}.repeats to Optimizer, or use another policy, or "
+                "minNodes = %d",
                 values=("self.nodes",),
                 field=".snapshot.policy.type",
             ),
             Rule(
                 rule=f"!has(self.elastic) || {another}",
-                says="spec.elastic moves experts between ranks, and only the ranks of a sparse "
-                "window can repeat its steps; use another policy, or remove spec.elastic",
+                says="spec.elastic moves experts between ranks, and a sparse window needs each "
+                "expert on the same ranks in all its steps; use another policy, or remove "
+                "spec.elastic",
                 field=".snapshot.policy.type",
             ),
             Rule(

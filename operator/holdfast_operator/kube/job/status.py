@@ -20,6 +20,7 @@ from holdfast_core.job.status import (
     JobCondition,
     JobStatus,
     MemberStatus,
+    PaceStatus,
     Phase,
     ProtectionTrafficStatus,
     RecoveryStatus,
@@ -52,6 +53,7 @@ from holdfast_operator.reconciler.observe.views import (
 from holdfast_operator.reconciler.report.conditions import newest_protected, newest_step, refused
 from holdfast_operator.reconciler.report.conditions import phase as phase_of
 from holdfast_operator.reconciler.report.losses import loss_text
+from holdfast_operator.reconciler.report.pace import MeasuredPace, measured_pace
 from holdfast_operator.reconciler.report.protection_traffic import (
     ProtectionTraffic,
     traffic_of,
@@ -133,6 +135,7 @@ def status_of(
             stragglers=_stragglers(state),
             token_loss=None if state.losses is None else _token_loss(state.losses),
             experts=None if state.plan is None else _experts(state.plan),
+            pace=_pace(measured_pace(job, observed, membership)),
             protection_traffic=None if traffic is None else _traffic(traffic),
             slots=fewest_slots(observed, membership) or None,
             counters=to_document(state, now=clocks.now, wall=clocks.wall),
@@ -239,6 +242,16 @@ def _at_work(observed: ClusterView, membership: Membership | None) -> tuple[int,
     views = [view for view in observed.views(membership) if view is not None]
     at_work = [sum(rank.at_work for rank in view.ranks) for view in views]
     return sum(at_work), at_work.count(membership.nproc_per_node)
+
+
+def _pace(found: MeasuredPace | None) -> PaceStatus | None:
+    if found is None:
+        return None
+    return PaceStatus(
+        interval_steps=found.interval_steps or None,
+        window_steps=found.window_steps or None,
+        text=found.text,
+    )
 
 
 def _strength(found: Strength) -> StrengthStatus:

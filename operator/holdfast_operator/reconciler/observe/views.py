@@ -123,6 +123,10 @@ class JobView(Struct, frozen=True, kw_only=True, gc=False):
     """Bytes a second recently fetched from other nodes for parity."""
     slots: int = 0
     """Fewest slots of an arena of its ranks; 0 while none is allocated."""
+    interval_steps: int = 0
+    """Steps from snapshot to snapshot, as its ranks have measured; 0 where none reports it."""
+    window_steps: int = 0
+    """Steps of its ranks' newest sparse window; 0 where none reports one."""
     loss: LossReport | None = None
     """Losses of its ranks that have a session in this epoch; None when snapshots hold all experts,
     or no rank has reported yet."""

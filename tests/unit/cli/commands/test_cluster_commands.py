@@ -11,16 +11,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from prometheus_client.exposition import generate_latest
 
 from holdfast_cli.main import main
+from holdfast_daemon.metrics import DaemonMetrics
 
 JOBS = "/apis/holdfast.dev/v1alpha1/namespaces/team-a/moetrainingjobs"
 JOB = f"{JOBS}/llm"
@@ -68,6 +71,8 @@ class ApiServer(ThreadingHTTPServer):
         self.conflicts = 0
         """Number of writes before which somebody else writes the same object."""
         self.queries: list[dict[str, list[str]]] = []
+        self.texts: dict[str, Callable[[], bytes]] = {}
+        """Path → what makes the text there, for each request."""
 
     @property
     def job(self) -> Object:
@@ -92,6 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = self._path()
         if path.endswith("/log"):
             self._answer(200, f"hello of {path.split('/')[-2]}\nlast".encode())
+        elif path in self.server.texts:
+            self._answer(200, self.server.texts[path]())
         elif path in self.server.objects:
             self._answer(200, json.dumps(self.server.objects[path]).encode())
         else:
@@ -520,3 +527,101 @@ def test_a_cluster_that_remembers_no_failures_says_how_to_have_it_do_so(
     assert main(["nodes", "--context", "c"]) == 2
     error = capsys.readouterr().err
     assert "operator.nodeRecord.enabled" in error and "--system-namespace" in error
+
+
+# --- profile --------------------------------------------------------------------------------------
+
+
+def measured_daemon(staged_s: float) -> Callable[[], bytes]:
+    """The metrics of a daemon, whose job takes a step for each request."""
+    metrics, steps, llm = DaemonMetrics(), count(1), "team-a.llm"
+    metrics.set("save_staged_seconds", staged_s, job=llm)
+    metrics.set("save_staged_seconds", 100.0, job="team-b.llm")
+    metrics.set("state_bytes", 3200, job=llm, part="experts")
+    metrics.set("state_bytes", 800, job=llm, part="other")
+    metrics.add("protection_bytes", 500.0)
+    metrics.observe("encode_seconds", 2.0, job=llm)
+
+    def expose() -> bytes:
+        metrics.set("generation_step", next(steps), job=llm, stage="committed")
+        return generate_latest(metrics.registry)
+
+    return expose
+
+
+@pytest.fixture
+def training(server: ApiServer) -> ApiServer:
+    """A job that trains on two nodes, and daemons on them and on a third."""
+    spec = server.job["spec"]
+    spec["persistence"] = {"uri": "s3://bucket/tier"}
+    spec |= {
+        "parallelism": {"dp": 4},
+        "model": {"numExperts": 4, "numMoELayers": 2},
+        "trainer": {
+            "template": {"spec": {"containers": [{"name": "trainer", "command": ["train"]}]}}
+        },
+    }
+    server.objects[JOB] |= {"apiVersion": "holdfast.dev/v1alpha1", "kind": "MoETrainingJob"}
+    server.job["status"]["lastRecoveries"] = [{"cause": "a rank", "seconds": 3.0}, {"cause": "one"}]
+    ports = [{"name": "peer", "containerPort": 7701}, {"name": "http", "containerPort": 7703}]
+    server.objects[f"{SYSTEM}/pods"] = {
+        "items": [
+            {
+                "metadata": {"name": f"daemon-{node}"},
+                "spec": {"nodeName": f"n{node}", "containers": [{"ports": ports}]},
+            }
+            for node in range(3)
+        ]
+    }
+    for node, staged_s in ((0, 0.5), (1, 2.0)):
+        path = f"{SYSTEM}/pods/daemon-{node}:7703/proxy/metrics"
+        server.texts[path] = measured_daemon(staged_s)
+    return server
+
+
+def test_a_job_in_a_cluster_is_profiled_by_the_metrics_of_its_daemons(
+    training: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "-n", "team-a", "llm", "--seconds", "1"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert 0 < found.pop("step_s") < 1
+    assert found == {
+        "gpus": 4,
+        "expert_bytes": 800,
+        "other_bytes": 1600,
+        "experts_per_layer": 4,
+        "moe_layers": 2,
+        "copy_bytes_s": 2000.0,
+        "network_bytes_s": 250.0,
+        "restart_s": 3.0,
+    }
+    assert "has not shown storage_bytes_s: the simulation assumes them" in printed.err
+
+
+def test_without_the_right_to_reach_daemons_a_profile_has_what_the_status_shows(
+    training: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training.texts.clear()
+    steps = count(1)
+    job = training.objects.pop(JOB)
+
+    def trains() -> bytes:
+        return json.dumps(job | {"status": job["status"] | {"step": next(steps)}}).encode()
+
+    training.texts[JOB] = trains
+    assert main(["profile", "-n", "team-a", "llm", "--seconds", "1"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["step_s"] > 0
+    assert {"copy_bytes_s", "expert_bytes"}.isdisjoint(found)
+    assert "to get pods/proxy in namespace holdfast-system" in printed.err
+    assert "has not shown copy_bytes_s, network_bytes_s, storage_bytes_s, expert_byt" in printed.err
+
+
+def test_a_job_that_does_not_train_is_not_profiled(
+    training: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training.job["status"]["phase"] = "Suspended"
+    assert main(["profile", "-n", "team-a", "llm"]) == 2
+    assert "does not train (Suspended); profile it while it is Running" in capsys.readouterr().err

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from holdfast_cli.commands.profile import NodeFigures, measured_rates, measured_step_s
+from holdfast_cli.commands.profile_figures import (
+    NodeFigures,
+    measured_rates,
+    measured_step_s,
+)
 from holdfast_core.errors import InvalidJobError
 
 NOTHING = NodeFigures(
-    captured_bytes=0, staged_s=0, protection_bytes=0, encode_s=0, persisted_bytes=0, persist_s=0
+    captured_bytes=0,
+    staged_s=0,
+    protection_bytes=0,
+    encode_s=0,
+    persisted_bytes=0,
+    persist_s=0,
+    expert_bytes=0,
+    other_bytes=0,
+    committed_step=0,
 )
-FAST = NodeFigures(
+FAST = replace(
+    NOTHING,
     captured_bytes=100,
     staged_s=0.5,
     protection_bytes=60,
@@ -18,14 +33,7 @@ FAST = NodeFigures(
     persisted_bytes=40,
     persist_s=4.0,
 )
-SLOW = NodeFigures(
-    captured_bytes=100,
-    staged_s=1.0,
-    protection_bytes=20,
-    encode_s=2.0,
-    persisted_bytes=0,
-    persist_s=0.0,
-)
+SLOW = replace(NOTHING, captured_bytes=100, staged_s=1.0, protection_bytes=20, encode_s=2.0)
 
 
 def test_a_step_is_the_time_between_changes_by_the_steps_between_them() -> None:

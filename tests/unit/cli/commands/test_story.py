@@ -139,6 +139,14 @@ def test_an_undisturbed_job_has_a_short_story() -> None:
     assert "Nothing was lost, and nothing was restarted" in told
 
 
+def test_the_pace_of_a_job_that_measures_it_is_told() -> None:
+    pace = {"pace": {"text": "a snapshot is taken every 12 steps now (auto)"}}
+    told = story_of("llm", {"phase": "Running", "step": 100, "protectedStep": 96, **pace}, ())
+    assert told.startswith(
+        "llm is training after 100 steps, protected up to step 96. A snapshot is taken every 12"
+    )
+
+
 def test_lines_fit_a_terminal() -> None:
     long = {**CRASH, "cause": "a daemon said " + "many words " * 60}
     told = story_of("llm", {**RUNNING, "lastRecoveries": [long]}, [event("X", message="w " * 300)])

@@ -222,3 +222,20 @@ def test_a_replayed_trace_has_levers_too(
     text = printed(capsys, job, "--trace", trace, "--length", "1h")
     assert "what would gain most: minNodes" in text
     assert "with the trace" in text
+
+
+def test_a_plan_names_the_lever_that_a_simulation_with_its_inputs_names(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--expert-bytes", "335M", "--other-bytes", "8G", "--step-seconds", "2")
+    rates = ("--copy-bandwidth", "10G", "--network-bandwidth", "2G")
+    failures = ("--node-mtbf-days", "1", "--process-mtbf-days", "3")
+    assert main(["plan", str(job), *sizes, *rates, *failures]) == 0
+    plan = " ".join(capsys.readouterr().out.split())
+    assumed = ("--mtbf", "270m", "--length", "225h", "--node-losses", "0.75", "--runs", "8")
+    assert main(["simulate", str(job), *sizes, *rates, *assumed, "--policies", "full"]) == 0
+    simulated = " ".join(capsys.readouterr().out.split())
+    sentences = [re.search(r"what would gain most: .+? by itself:", x) for x in (plan, simulated)]
+    first, second = (each and each[0] for each in sentences)
+    assert first == second
+    assert first and "spare nodes in place of 0 (failurePolicy.spares), +" in first

@@ -17,6 +17,7 @@ from holdfast_core.experts.recompute import (
     encode_recipe,
     gradient_pieces,
     recomputables,
+    state_bytes,
     state_entries,
     transfers,
 )
@@ -96,6 +97,11 @@ def test_the_parts_of_a_parameter_are_found_in_a_layout() -> None:
         TensorRole.GRADIENT,
         TensorRole.RECIPE,
     }
+
+
+def test_state_is_counted_by_experts_and_all_else_without_what_serves_protection() -> None:
+    """Weights of 2 bytes, a master and two moments of 4, and a step of 4."""
+    assert state_bytes(layout_of(3)) == (3 * (14 * COUNT + 4), 4 * 4000)
 
 
 def small(*entries: tuple[str, TensorRole, str, int]) -> Layout:

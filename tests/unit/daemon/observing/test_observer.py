@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from recomputed_state import layout_of
 
 from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.experts.loss_reports import LossReport, RecoveryLoss
+from holdfast_core.experts.recompute import state_bytes
 from holdfast_core.metric_definitions import job_labels
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy
@@ -19,6 +21,7 @@ from holdfast_core.snapshots.reports import Directive
 from holdfast_core.stragglers import StepTimes
 from holdfast_daemon.engine import EngineSettings, JobEngine, JobOverview
 from holdfast_daemon.engine.effects import Note
+from holdfast_daemon.engine.slots import ArenaView
 from holdfast_daemon.engine.state import SavePace, TrainerSession
 from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.metrics import DaemonMetrics
@@ -225,6 +228,19 @@ def session_of(engine: JobEngine, rank: int, pid: int) -> None:
     memory = engine.memory
     session = TrainerSession(id=f"s{rank}", rank=rank, epoch=memory.epoch, layout_id="", pid=pid)
     memory.sessions[session.id] = memory.rank(rank).session = session
+
+
+def test_state_is_that_of_the_ranks_with_a_session() -> None:
+    bench = Bench()
+    memory = bench.host.engine.memory
+    layout = layout_of(1)
+    experts, others = state_bytes(layout)
+    for rank in range(2):
+        memory.arenas[rank, ""] = ArenaView(rank=rank, layout_id="", layout=layout, encoded=b"")
+    for rank, pid in ((0, 10), (1, 11)):
+        session_of(bench.host.engine, rank, pid)
+        counted = [bench.read(1.0, "state_bytes", part=part) for part in ("experts", "other")]
+        assert counted == [(rank + 1) * experts, (rank + 1) * others]
 
 
 def test_saves_are_as_slow_as_the_slowest_rank_at_work() -> None:

@@ -193,7 +193,7 @@ class World:
         """Node → its daemon's report of lost tokens."""
         self.plans: dict[str, PlanReport] = {}
         """Node → its daemon's report of the expert plan."""
-        self.slots: dict[str, int] = {}
+        self.figures_of: dict[str, dict[str, Any]] = {}  # of its daemon's view, by node
         self.fetched: dict[str, float] = {}
         """Node → bytes per second that its daemon fetches for parity."""
         self.events: list[Event] = []
@@ -353,7 +353,7 @@ class World:
             loss=self.losses.get(name),
             plan=self.plans.get(name),
             protection_bytes_s=self.fetched.get(name, 0.0),
-            slots=self.slots.get(name, 0),
+            **self.figures_of.get(name, {}),
             rebuilding=self.busy.get(name) is not None,
             loading=self.busy.get(name) == "loading",
             inspection=self.inspection_on(name, ranks),

@@ -30,6 +30,7 @@ def running_job() -> dict[str, object]:
         "recoveries": 2,
         "tokenLoss": {"lost": "0.42%", "text": "tokens lost 0.42%"},
         "slots": 2,
+        "pace": {"windowSteps": 4, "text": "windows have 4 steps now (auto, at most 8)"},
         "protectionTraffic": {"text": "protection fetches 12 MB/s over all nodes"},
         "members": [{"index": 0, "node": "n0", "pod": "moe-0-1", "state": "running"}],
         "lastRecoveries": [{"cause": "rank 2 lost", "seconds": 3.25, "source": "parity"}],
@@ -91,6 +92,7 @@ def test_one_job_is_shown_with_members_recoveries_conditions_and_events() -> Non
     assert "AllRanksReady" in shown
     assert "tokens lost 0.42%" in shown
     assert "protection fetches 12 MB/s over all nodes" in shown
+    assert "windows have 4 steps now (auto, at most 8)" in shown
     assert "Unknown" in shown
     assert "rank 2 lost; restart in place" in shown
     assert "OfAnotherVersion" not in shown

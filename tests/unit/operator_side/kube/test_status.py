@@ -131,10 +131,36 @@ def test_the_status_has_the_rate_at_which_protection_fetches() -> None:
 def test_the_status_has_the_slots_of_the_node_that_has_room_for_fewest() -> None:
     world = running()
     assert "slots" not in status(world)  # no rank has opened its session
-    world.slots = {"n0": 3, "n1": 2, "n2": 3}
+    world.figures_of = {f"n{node}": {"slots": slots} for node, slots in enumerate((3, 2, 3))}
     found = status(world)
     assert found["slots"] == 2
     assert msgspec.convert(found, JobStatus).slots == 2
+
+
+def test_the_status_has_the_interval_and_the_window_that_ranks_agree_on() -> None:
+    """A daemon whose ranks have not reported yet does not hide what the others say."""
+    sparse = {"type": "Sparse", "sparse": {"window": "auto", "maxWindow": 16}}
+    for snapshot, reported, expected in (
+        (
+            {"interval": {"steps": "auto"}},
+            "interval_steps",
+            {"intervalSteps": 12, "text": "a snapshot is taken every 12 steps now (auto)"},
+        ),
+        (
+            {"policy": sparse},
+            "window_steps",
+            {"windowSteps": 12, "text": "windows have 12 steps now (auto, at most 16)"},
+        ),
+        ({}, "interval_steps", None),
+        ({"policy": {"type": "Sparse", "sparse": {"window": 6}}}, "window_steps", None),
+    ):
+        world = World(virtual_job(spec={"snapshot": snapshot}))
+        world.settle(3.0)
+        assert "pace" not in status(world)
+        world.figures_of = {"n0": {reported: 12}, "n2": {reported: 12}}
+        found = status(world)
+        assert found.get("pace") == expected
+        msgspec.convert(found, JobStatus)
 
 
 def test_a_rate_that_is_nearly_zero_is_shown_as_zero() -> None:

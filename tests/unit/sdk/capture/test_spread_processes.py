@@ -2,7 +2,8 @@
 a sparse window.
 
 With FSDP2; with tensor parallelism of plain tensors; and with ZeroRedundancyOptimizer, which is
-sharded by parameters, where replicas hold the weights.
+sharded by parameters, where replicas hold the weights. Windows also with DDP, where each rank holds
+whole experts, and captures a part of them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.testing import FakeDaemon
@@ -130,6 +132,9 @@ class Run:
     def __post_init__(self) -> None:
         self.model = make_model(self.seed, self.way, self.rank)
         self.optimizer = make_optimizer(self.model, self.way)
+        self.layer: nn.Module = self.model.get_submodule("layers.0")
+        if self.way == "ddp":
+            self.layer = DistributedDataParallel(self.layer)
         self.daemon = FakeDaemon(self.directory, rank=self.rank, world_size=WORLD, epoch=self.epoch)
         torch.use_deterministic_algorithms(self.policy in WINDOWS)
         self.session = holdfast.init(
@@ -148,10 +153,10 @@ class Run:
         self.states: dict[int, State] = {}
 
     def train(self, step: int) -> None:
-        torch.manual_seed(1000 + step)
+        torch.manual_seed(1000 + step + 100 * self.rank * (self.way == "ddp"))
         x = torch.randn(8, WIDTH)
         self.model.zero_grad()
-        self.model.get_submodule("layers.0")(x).square().mean().backward()
+        self.layer(x).square().mean().backward()
         self.optimizer.step()
         self.states[step] = self.state()
 
@@ -289,7 +294,13 @@ def in_processes(work: Callable[..., None], directory: Path, *arguments: str) ->
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("policy", "way"),
-    [("turn", "fsdp"), ("load", "fsdp"), ("selective", "fsdp"), ("turn", "tp")]
+    [
+        ("turn", "fsdp"),
+        ("load", "fsdp"),
+        ("selective", "fsdp"),
+        ("turn", "tp"),
+        pytest.param("selective", "tp", marks=pytest.mark.exhaustive),
+    ]
     + [(policy, "zero") for policy in POLICIES],
 )
 def test_parts_of_experts_are_left_out_together_and_restored_of_one_step(
@@ -319,6 +330,8 @@ def test_a_rank_that_lost_its_snapshot_skips_one_save_and_then_all_capture_every
         pytest.param("fsdp of a stack", "repeats Optimizer", marks=pytest.mark.exhaustive),
         pytest.param("tp", "repeats Training", marks=pytest.mark.exhaustive),
         pytest.param("tp", "repeats Optimizer", marks=pytest.mark.slow),
+        pytest.param("ddp", "repeats Training", marks=pytest.mark.exhaustive),
+        pytest.param("ddp", "repeats Optimizer", marks=pytest.mark.exhaustive),
     ],
 )
 def test_windows_whose_experts_lie_partly_on_each_rank_are_repeated_bit_for_bit(

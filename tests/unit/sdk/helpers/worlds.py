@@ -140,6 +140,7 @@ class Rank:
         settings: Mapping[str, Any] | None = None,
         model: nn.Module | None = None,
         policy: CaptureStrategy | None = None,
+        deciding: Seat | None = None,
     ) -> None:
         self.rank, self.topology, self.exchange = rank, topology, exchange
         self.model = model if model is not None else Net(topology.ep, dtype)
@@ -156,7 +157,7 @@ class Rank:
         )
         strategy = policy or WholeCapture()
         if isinstance(given.policy, SparseWindows):
-            decisions = WindowDecisions(Alone(), given.policy)
+            decisions = WindowDecisions(deciding or Alone(), given.policy)
             strategy = WindowCapture(given.policy, decisions, given.start_wait_s / 2)
         self.session = ProtectedSession(
             live=self.live,
@@ -243,7 +244,7 @@ class Ranks:
             for rank in range(size)
         ]
         self.seats = [TransferSeat(self.meeting, rank) for rank in range(size)]
-        counting = Meeting(size)
+        counting, deciding = Meeting(size), Meeting(size)
 
         def capture(rank: int) -> CaptureStrategy | None:
             if policy is None:
@@ -252,7 +253,15 @@ class Ranks:
             return PartialCapture(policy, together, WAIT_S / 2, NO_GRADIENTS)
 
         self.ranks = [
-            Rank(rank, topology, seat, daemon, policy=capture(rank), **more)
+            Rank(
+                rank,
+                topology,
+                seat,
+                daemon,
+                policy=capture(rank),
+                deciding=Seat(deciding, rank),
+                **more,
+            )
             for rank, (seat, daemon) in enumerate(zip(self.seats, self.daemons, strict=True))
         ]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast import ElasticSampler
+from holdfast import ElasticSampler, moe
 from holdfast._elastic.world import World
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
@@ -347,3 +347,22 @@ def test_a_world_of_any_size_is_refused() -> None:
     args = train_huggingface.parse_args(["--steps", "1"])
     with pytest.raises(InvalidJobError, match="leave any_size out"):
         protection.train(train_huggingface.make_trainer(args, protection))
+
+
+@pytest.mark.parametrize(
+    ("seats", "arguments", "why"),
+    [
+        (True, {}, "the Trainer reduces gradients as if all ranks had the same experts"),
+        (False, {"pipeline": object()}, "the Trainer cannot repeat the steps of a stage alone"),
+    ],
+)
+def test_what_only_a_loop_of_ones_own_can_train_is_refused(
+    seats: bool, arguments: dict[str, Any], why: str
+) -> None:
+    protection = HoldfastTrainerCallback(**arguments)
+    args = train_huggingface.parse_args(["--steps", "1"])
+    trainer = train_huggingface.make_trainer(args, protection)
+    if seats:
+        trainer.model.add_module("seats", moe.SeatedExperts(4, 8, (0, 1), 2))
+    with pytest.raises(InvalidJobError, match=why):
+        protection.train(trainer)

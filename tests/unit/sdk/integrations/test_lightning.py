@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast import ElasticSampler
+from holdfast import ElasticSampler, moe
 from holdfast._elastic.world import World
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
@@ -189,3 +189,23 @@ def test_what_a_global_batch_could_not_stay_the_same_with_is_refused(
     trainer.accumulate_grad_batches = accumulated
     with pytest.raises(InvalidJobError, match=why):
         protection.fit(trainer, train_lightning.NextByte())
+
+
+@pytest.mark.parametrize(
+    ("seats", "arguments", "why"),
+    [
+        (True, {}, "Lightning reduces gradients as if all ranks had the same experts"),
+        (False, {"pipeline": object()}, "Lightning cannot repeat the steps of a stage alone"),
+    ],
+)
+def test_what_only_a_loop_of_ones_own_can_train_is_refused(
+    seats: bool, arguments: dict[str, Any], why: str
+) -> None:
+    trainer = train_lightning.make_trainer(
+        train_lightning.parse_args(["--steps", "1"]), HoldfastCallback(**arguments)
+    )
+    module = train_lightning.NextByte()
+    if seats:
+        module.add_module("seats", moe.SeatedExperts(4, 8, (0, 1), 2))
+    with pytest.raises(InvalidJobError, match=why):
+        trainer.fit(module)

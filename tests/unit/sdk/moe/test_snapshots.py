@@ -16,6 +16,8 @@ from ports import reserve_port
 from quantized import Blockwise
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast import elastic, moe
@@ -189,11 +191,30 @@ def test_what_does_not_fit_copies_is_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     daemon = FakeDaemon(str(tmp_path), rank=0, world_size=1)
     settings = holdfast.Settings(policy=SparseWindows())
-    with pytest.raises(InvalidJobError, match="can repeat its steps"):
+    with pytest.raises(InvalidJobError, match="on the same ranks in all its steps"):
         holdfast.init(model=model, optimizer=optimizer, daemon=daemon, settings=settings)
     for topology in (holdfast.Topology(dp=2, ep=2), holdfast.Topology(dp=1, tp=2)):
         with pytest.raises(InvalidJobError, match="leave topology out"):
             holdfast.init(model=model, optimizer=optimizer, topology=topology)
+
+
+def wrapped(rank: int, port: int) -> None:
+    world, group = join(rank, port, 3)
+    averaged = DistributedDataParallel(make_layer(UNEVEN, group, torch.float32))
+    with pytest.raises(InvalidJobError, match="leave it out, and sum gradients with"):
+        averaged(UNEVEN.tokens(torch.float32)[rank])
+    model = nn.ModuleDict({"moe": make_layer(UNEVEN, group, torch.float32)})
+    model["dense"] = nn.Linear(DIM, DIM)
+    fully_shard(model["dense"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(InvalidJobError, match=r"but dense.weight is divided among ranks: leave"):
+        holdfast.init(model=model, optimizer=optimizer)
+    world.close()
+
+
+@pytest.mark.slow
+def test_wrappers_that_average_or_divide_parameters_are_refused() -> None:
+    run_ranks(wrapped, (reserve_port(),), 3)
 
 
 def test_states_that_could_not_change_ranks_with_an_expert_are_refused_by_the_first_save(

@@ -22,7 +22,7 @@ from holdfast_core.errors import (
     LayoutMismatchError,
     NoRecoveryLineError,
 )
-from holdfast_core.job.snapshots import SparseWindows
+from holdfast_core.job.snapshots import Repeats, SparseWindows
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.manifests import Manifest
 from holdfast_core.topology import Topology
@@ -287,6 +287,40 @@ def test_another_way_to_cut_layers_is_refused(now: Topology, words: str, tmp_pat
     for error in new.errors():
         assert isinstance(error, LayoutMismatchError)
         assert words in str(error)
+    new.close()
+
+
+WINDOWED = {"policy": SparseWindows(window=3, repeats=Repeats.OPTIMIZER)}
+
+
+def window_captured(directory: Path, topology: Topology, **case: Any) -> State:
+    """The state after step 4, which ends the window that a world of this topology captured."""
+    old = Ranks(directory, topology, settings=WINDOWED | case.pop("settings", {}), **case)
+    old.restore()
+    for step in range(1, 5):  # the first save is whole
+        old.train(step)
+        handles = old.each(lambda rank, step=step: rank.session.save(step))  # type: ignore[misc]
+        for handle in handles:
+            handle.staged.result(WAIT_S)
+    for handle in handles:
+        handle.committed.result(WAIT_S)
+    saved = whole_state(old.states())
+    old.close()
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [(name, "adamw") for name in WORLDS]
+    + [(name, case) for name in ("4 to 3", "ep 2 to ep 1") for case in ("sgd", "masters")],
+)
+def test_a_window_of_gradients_is_brought_to_its_last_step_by_another_world(
+    name: str, case: str, tmp_path: Path
+) -> None:
+    saved = window_captured(tmp_path, WORLDS[name][0], **CASES[case])
+    new = go_on(tmp_path, name, **CASES[case])
+    assert set(new.restore()) == {4}
+    assert_restored(new, saved)
     new.close()
 
 

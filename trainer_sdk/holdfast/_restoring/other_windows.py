@@ -1,0 +1,153 @@
+"""Restore of a sparse window that another world captured, whose gradients any world can apply.
+
+A window that repeats the optimizer holds the state of each unit as it was at one save, and the
+gradients of all later steps. Neither depends on which rank captured it: the frames are found in the
+payloads of all ranks by the names of their parameters, like the state. What the records of the old
+ranks say of each step is merged for the parameters of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+
+from holdfast._capture.window_records import WindowRecord, frame_name, frames_of
+from holdfast._restoring.assembling import (
+    LocalTensor,
+    PayloadRange,
+    assemble,
+    local_tensors,
+    payload_ranges,
+    wanted_of,
+)
+from holdfast._restoring.repeating import OptimizerReplay
+from holdfast._restoring.replay import frame_source
+from holdfast._state.capture import LiveState, TensorSource
+from holdfast._state.extras import decode_extras, encode_extras
+from holdfast_core.errors import CorruptError
+from holdfast_core.snapshots.layouts import Layout, TensorRole
+from holdfast_core.topology import Topology
+
+MergeExtras = Callable[[Mapping[int, Mapping[str, Any]]], Mapping[str, Any]]
+"""Makes the extras of this rank from those of old ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowFrames:
+    """Gradients that this rank needs of a window, and where they lie."""
+
+    sources: Mapping[str, TensorSource]
+    """Room for them, by the names of their frames."""
+    ranges: Mapping[int, tuple[PayloadRange, ...]]
+    """All their bytes, by the rank that captured them."""
+    repeats: OptimizerReplay
+    """The steps that are repeated with them."""
+
+    def beside(
+        self, ranges: Mapping[int, tuple[PayloadRange, ...]]
+    ) -> dict[int, tuple[PayloadRange, ...]]:
+        """Return their ranges and those of the state, in order of offset."""
+        return {
+            old: tuple(sorted((*ranges.get(old, ()), *self.ranges.get(old, ()))))
+            for old in ranges.keys() | self.ranges.keys()
+        }
+
+
+def plan_frames(
+    records: Mapping[int, WindowRecord],
+    layouts: Mapping[int, Layout],
+    alike: tuple[int, ...],
+    was: Topology,
+    live: LiveState,
+    topology: Topology,
+    rank: int,
+    merge: MergeExtras,
+) -> WindowFrames:
+    """Make room for the frames of a window, and find their bytes.
+
+    Args:
+        records: of all old ranks.
+        alike: old ranks with this rank's place in tensor and pipeline parallelism.
+        was: topology of the old ranks.
+        merge: makes the extras of a step.
+
+    Raises:
+        CorruptError: old ranks captured different windows.
+        LayoutMismatchError: as for `local_tensors`.
+    """
+    record = records[alike[0]]
+    for old, other in records.items():
+        same = (other.first, other.slots, other.repeats) == (
+            record.first,
+            record.slots,
+            record.repeats,
+        )
+        if not same:
+            raise CorruptError(
+                f"ranks {alike[0]} and {old} captured windows of other steps or units: from step "
+                f"{record.first} and from step {other.first}"
+            )
+    at, schedule = topology.coordinates(rank), record.schedule
+    # Each slot's frame is found as if its gradients were the parameters themselves.
+    beside = {source.name: source for source in live.sources()}
+    sources: dict[str, TensorSource] = {}
+    ranges: dict[int, list[PayloadRange]] = {}
+    gradients: list[dict[str, torch.Tensor]] = [{} for _ in record.slots]
+    for slot in range(1, len(record.slots)):
+        framed = {}
+        for old, layout in layouts.items():
+            frame = frames_of(layout, schedule, records[old].state_end)[slot]
+            entries = tuple(msgspec.structs.replace(e, role=TensorRole.COMPUTE) for e in frame)
+            framed[old] = replace(layout, entries=entries, casts=())
+        found: Mapping[str, LocalTensor] = local_tensors(
+            live, assemble(framed, was, tp=at.tp, pp=at.pp)
+        )
+        for name, wanted in wanted_of(found).items():
+            source = frame_source(wanted, beside[name])
+            sources[frame_name(slot, name)] = source
+            gradients[slot][name] = source.tensor
+        for old, of_old in payload_ranges(found, framed).items():
+            ranges.setdefault(old, []).extend(
+                one._replace(tensor=frame_name(slot, one.tensor)) for one in of_old
+            )
+    held = {str(source.unit) for source in beside.values()}
+    merged = _merged(record, {old: records[old] for old in alike}, layouts, held, merge)
+    return WindowFrames(
+        sources=sources,
+        ranges={old: tuple(sorted(of_old)) for old, of_old in ranges.items()},
+        repeats=OptimizerReplay(live=live, record=merged, gradients=gradients),
+    )
+
+
+def _merged(
+    record: WindowRecord,
+    of_alike: Mapping[int, WindowRecord],
+    layouts: Mapping[int, Layout],
+    held: Collection[str],
+    merge: MergeExtras,
+) -> WindowRecord:
+    """The record for this rank, which holds the units `held`, from those of old ranks with its
+    place."""
+    steps = range(len(record.slots))
+    extras, taken = [], []
+    for slot in steps:
+        decoded = {old: decode_extras(one.extras[slot]) for old, one in of_alike.items()}
+        extras.append(encode_extras(merge(decoded)))
+        of_all = [decode_extras(one.optimizer_steps[slot]) for one in of_alike.values()]
+        without = sorted({name for one in of_all for name in one["without"]})
+        taken.append(encode_extras({**of_all[0], "without": without}))
+    # A digest is of what one rank held of a unit: it says nothing where ranks held parts.
+    divided = {e.unit for old in of_alike for e in layouts[old].entries if e.global_shape}
+    digests: dict[str, int] = {}
+    for one in of_alike.values():
+        for unit, digest in one.digests.items():
+            known = unit in held and unit not in divided
+            if known and digests.setdefault(unit, digest) != digest:
+                raise CorruptError(f"ranks captured different states of {unit} in one window")
+    return msgspec.structs.replace(
+        record, extras=tuple(extras), optimizer_steps=tuple(taken), digests=digests
+    )
