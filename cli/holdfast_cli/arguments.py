@@ -70,12 +70,12 @@ def add_insecure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_job_choice(parser: argparse.ArgumentParser) -> None:
+def add_job_choice(parser: argparse.ArgumentParser, *, system: bool = False) -> None:
     """Add a job's name, and the options that choose a local run or a cluster, for commands that
-    only read."""
+    only read; with `system`, also in the namespace of the release."""
     parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
     add_directory(parser)
-    add_cluster(parser, "in a cluster (any of these options chooses one)")
+    add_cluster(parser, "in a cluster (any of these options chooses one)", system=system)
 
 
 def add_run_choice(parser: argparse.ArgumentParser) -> None:

@@ -64,9 +64,10 @@ _WHY_EPILOG = """
   holdfast why -n team-a llm           a job in a cluster
 
 Prints the losses in their order with the recovery from each and its cost, the last lines of the
-trainer that failed last, and everything that wants attention. The sources are those of `holdfast
-status`: the newest ten recoveries, and the events that the cluster still keeps. `holdfast history`
-goes back farther.
+trainer that failed last, the remembered failures of its nodes, and everything that wants attention.
+The sources are those of `holdfast status`: the newest ten recoveries, and the events that the
+cluster still keeps; and in a cluster, for those who may read it, the record of `holdfast nodes`.
+`holdfast history` goes back farther.
 """
 
 
@@ -339,7 +340,8 @@ def add_why(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Add `holdfast why`."""
     text = "Tell in sentences what happened to a job, what it cost, and what wants attention."
     parser = add_command(commands, "why", text, _WHY_EPILOG)
-    add_job_choice(parser)
+    add_job_choice(parser, system=True)
+    _add_record(parser)
     parser.set_defaults(handler=_why)
 
 
@@ -425,14 +427,18 @@ def add_nodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="clear the record of a node; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
+    _add_record(parser)
+    add_cluster(parser, system=True)
+    parser.set_defaults(handler=_nodes)
+
+
+def _add_record(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record",
         default="holdfast-node-record",
         metavar="NAME",
-        help="in a cluster, the ConfigMap (default: %(default)s)",
+        help="in a cluster, the ConfigMap with the failures of nodes (default: %(default)s)",
     )
-    add_cluster(parser, system=True)
-    parser.set_defaults(handler=_nodes)
 
 
 def add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -53,7 +53,7 @@ def nodes(options: argparse.Namespace) -> int:
         record, half_life_s, problems = call_cluster(cluster, _of_cluster)
     else:
         run = find_run(options.dir, options.job)
-        record, problems = _of_run(run, options.forget)
+        record, problems = read_run(run, options.forget)
         half_life_s = HALF_LIFE_S
     for problem in problems:
         Console(stderr=True).print(f"not understood, and ignored: {problem}", markup=False)
@@ -106,7 +106,14 @@ async def _of_cluster(
     raise UnreachableError(f"others write ConfigMap {name} all the time; try again")
 
 
-def _of_run(run: Path, forget: Sequence[str]) -> tuple[Record, tuple[str, ...]]:
+def read_run(run: Path, forget: Sequence[str] = ()) -> tuple[Record, tuple[str, ...]]:
+    """The record of a local run, without the nodes `forget`, which are removed from it, and what of
+    it could not be understood.
+
+    Raises:
+        InvalidJobError: when a node to be forgotten has no record.
+        StorageError: when there is no such run, or its record cannot be read or written.
+    """
     if not (run / "status.json").exists():
         raise StorageError(f"there is no run in {run}; start one with `holdfast run JOB.yaml`")
     path = RunDirectory(run, "").node_failures_file
@@ -161,6 +168,13 @@ def as_json(record: Record, now: float, half_life_s: float) -> dict[str, Any]:
             for node in _by_score(record, rated)
         ],
     }
+
+
+def lines_about(record: Record, names: Collection[str], now: float) -> Iterator[str]:
+    """What is remembered of the nodes `names`, a line for each that has failed."""
+    pardoned = excused(record)
+    for node in sorted(record.keys() & set(names)):
+        yield f"{node}: {'; '.join(_failures(record[node], pardoned, now))}"
 
 
 def nodes_view(record: Record, now: float, half_life_s: float) -> RenderableType:

@@ -64,17 +64,25 @@ _BAD = (
 )
 
 
-def story_of(name: str, status: Object, events: Sequence[TimedEvent]) -> str:
+def story_of(
+    name: str, status: Object, events: Sequence[TimedEvent], remembered: Sequence[str] = ()
+) -> str:
     """The story of a job: its state, what happened in which order, what that cost, the last lines
-    of the trainer that failed last, and what wants attention.
+    of the trainer that failed last, what its nodes are remembered for, and what wants attention.
 
     Args:
         name: of the job.
         status: the job's `.status`; empty when no operator has seen the job yet.
         events: the job's events, in any order.
+        remembered: failures of its nodes, also in other jobs, a line for each node.
     """
     parts = [_state(name, status), *_course(status, events), *_cost(status), *_failure(status)]
-    return "\n\n".join([*parts, *_attention(status)])
+    return "\n\n".join([*parts, *_remembered(remembered), *_attention(status)])
+
+
+def nodes_in(status: Object) -> list[str]:
+    """The nodes on which the job trains."""
+    return [each["node"] for each in status.get("members") or [] if each.get("node")]
 
 
 def _state(name: str, status: Object) -> str:
@@ -174,6 +182,13 @@ def _failure(status: Object) -> Iterator[str]:
 def _node_of(status: Object, member: object) -> str:
     members = status.get("members") or []
     return next((each.get("node") or "" for each in members if each.get("index") == member), "")
+
+
+def _remembered(lines: Sequence[str]) -> Iterator[str]:
+    """What the nodes of the job are remembered for."""
+    if lines:
+        shown = [_wrapped(line, indent="  ", further="    ") for line in lines]
+        yield "\n".join(["Failures of its nodes that are remembered, also in other jobs:", *shown])
 
 
 def _attention(status: Object) -> Iterator[str]:

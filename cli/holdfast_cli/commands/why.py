@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from holdfast_cli.commands.cluster_calls import call_cluster
 from holdfast_cli.commands.cluster_status import read_jobs, timed_events
+from holdfast_cli.commands.nodes import lines_about, read_run
 from holdfast_cli.commands.run import chosen_cluster, find_run
-from holdfast_cli.commands.story import story_of
-from holdfast_cli.local.status import read_status
-from holdfast_core.errors import InvalidJobError
+from holdfast_cli.commands.story import nodes_in, story_of
+from holdfast_cli.local.status import TimedEvent, read_status
+from holdfast_core.errors import HoldfastError, InvalidJobError
+from holdfast_core.node_failures import Record
+from holdfast_operator.kube.client.resources import CONFIG_MAPS
 
 if TYPE_CHECKING:
     from holdfast_operator.kube.client.api import Api
@@ -28,13 +33,37 @@ def why(options: argparse.Namespace) -> int:
         if cluster.job is None:
             raise InvalidJobError("name the job: holdfast why -n NAMESPACE JOB")
         return call_cluster(cluster, _tell)
-    status = read_status(find_run(options.dir, options.job) / "status.json")
-    print(story_of(status.local.job, status.job_document, status.local.events))
+    run = find_run(options.dir, options.job)
+    status = read_status(run / "status.json")
+    try:
+        record, _ = read_run(run)
+    except HoldfastError:
+        record = {}
+    _print(status.local.job, status.job_document, status.local.events, record)
     return 0
 
 
 async def _tell(api: Api, options: argparse.Namespace) -> int:
     [job], events = await read_jobs(api, options.namespace, options.job)
     name = f"{options.namespace}/{options.job}"
-    print(story_of(name, job.get("status") or {}, timed_events(events)))
+    record = await _record_of(api, options)
+    _print(name, job.get("status") or {}, timed_events(events), record)
     return 0
+
+
+async def _record_of(api: Api, options: argparse.Namespace) -> Record:
+    """The record of nodes; empty for those who may not read it, and where there is none."""
+    from holdfast_operator.kube.client.api import ApiError  # noqa: PLC0415
+    from holdfast_operator.kube.cluster.node_record import read_record  # noqa: PLC0415
+
+    try:
+        body = await api.get(CONFIG_MAPS, options.system_namespace, options.record)
+    except ApiError:
+        return {}
+    record, _ = read_record(body, time.time())
+    return record
+
+
+def _print(name: str, status: dict[str, Any], events: Sequence[TimedEvent], record: Record) -> None:
+    remembered = lines_about(record, nodes_in(status), time.time())
+    print(story_of(name, status, events, tuple(remembered)))

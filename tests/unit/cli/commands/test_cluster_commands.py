@@ -529,6 +529,20 @@ def test_a_cluster_that_remembers_no_failures_says_how_to_have_it_do_so(
     assert "operator.nodeRecord.enabled" in error and "--system-namespace" in error
 
 
+def test_a_story_has_what_the_nodes_of_the_job_are_remembered_for_if_the_record_may_be_read(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.job["metadata"]["uid"] = "u"
+    server.job["status"]["members"] = [{"index": 0, "node": "n9"}, {"index": 1, "node": "n1"}]
+    server.objects["/apis/events.k8s.io/v1/namespaces/team-a/events"] = {"items": []}
+    assert main(["why", "-n", "team-a", "llm"]) == 0
+    assert "remembered" not in capsys.readouterr().out
+    recorded(server)
+    assert main(["why", "-n", "team-a", "llm"]) == 0
+    told = capsys.readouterr().out
+    assert "n9: rank lost, team-a.llm in epoch 3, 2 hours ago" in told and "n7" not in told
+
+
 # --- profile --------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast_cli.commands.story import WARNINGS_TOLD, WIDTH, story_of
+from holdfast_cli.commands.story import WARNINGS_TOLD, WIDTH, nodes_in, story_of
 from holdfast_cli.local.status import TimedEvent
 from holdfast_core.job.status import Phase
 from holdfast_operator.reconciler.observe.timestamps import micro_timestamp
@@ -151,3 +151,13 @@ def test_lines_fit_a_terminal() -> None:
     long = {**CRASH, "cause": "a daemon said " + "many words " * 60}
     told = story_of("llm", {**RUNNING, "lastRecoveries": [long]}, [event("X", message="w " * 300)])
     assert max(map(len, told.split("\n"))) <= WIDTH
+
+
+def test_what_nodes_are_remembered_for_is_told_before_what_to_do() -> None:
+    line = "n1: node lost, team-a.other in epoch 7, 5 hours ago; " + "hang, a.b in epoch 2; " * 5
+    condition = {"type": "Degraded", "status": "True", "reason": "Slow", "message": "look at it"}
+    told = story_of("llm", RUNNING | {"conditions": [condition]}, (), (line,))
+    assert "also in other jobs:\n  n1: node lost, team-a.other in epoch 7, 5 hours ago;" in told
+    assert told.index("n1: node lost") < told.index("What wants attention")
+    assert all(len(each) <= WIDTH for each in told.splitlines())
+    assert nodes_in(RUNNING) == ["n1"] and nodes_in({}) == []
