@@ -31,5 +31,5 @@ place, and the failure counts against this one."""
 
 HOLDFAST_DECIDED = frozenset({PROCESS_ENDS, BEGINS_ANEW})
 """Codes with which Holdfast ends a trainer."""
-RETRYABLE = frozenset({ASKS_RESTART, NO_DAEMON, JOB_ENDED, FAILED_CHECK}) | HOLDFAST_DECIDED
+RETRYABLE = frozenset({ASKS_RESTART, NO_DAEMON, JOB_ENDED}) | HOLDFAST_DECIDED
 """Codes below 128 that ask for a restart."""

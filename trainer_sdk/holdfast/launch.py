@@ -119,14 +119,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     settings, exit_file = _settings(args), args.exit_file
     signal.signal(signal.SIGTERM, _exit_on_signal)
+    # The checks take as long as the fork server, so they run beside it.
+    checks = NodeChecks() if settings.check_node else None
     try:
-        # The checks take as long as the fork server, so they run beside it.
-        checks = NodeChecks() if settings.check_node else None
         script = _set_up_workers(settings)
         _log_to_stderr(args.member_node)
         code = FAILED_CHECK if checks and not _passes(checks) else launch(settings, script)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
+    if checks is not None:
+        checks.stop()
     gc.unfreeze()  # Otherwise libraries report what the interpreter does not collect as leaks.
     if (stacks := read_stack_directory()) is not None:
         shutil.rmtree(stacks, ignore_errors=True)

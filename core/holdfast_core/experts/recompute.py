@@ -19,6 +19,7 @@ from typing import Annotated
 
 import msgspec
 
+from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole, piece_count
 from holdfast_core.snapshots.names import NameKind, TensorName
 from holdfast_core.snapshots.units import UnitKey, UnitKind
@@ -208,14 +209,20 @@ def state_entries(layout: Layout) -> tuple[Entry, ...]:
 
 
 def state_bytes(layout: Layout) -> tuple[int, int]:
-    """Bytes of training state in a layout: of experts, and of everything else."""
+    """Bytes of training state in a layout: of experts, and of everything else. The layout may be
+    any that a trainer sends: a unit that cannot be understood is no expert's."""
     by_unit: dict[str, int] = {}
     for entry in state_entries(layout):
         by_unit[entry.unit] = by_unit.get(entry.unit, 0) + entry.nbytes
-    experts = sum(
-        nbytes for unit, nbytes in by_unit.items() if UnitKey.parse(unit).kind is UnitKind.EXPERT
-    )
+    experts = sum(nbytes for unit, nbytes in by_unit.items() if _is_expert(unit))
     return experts, sum(by_unit.values()) - experts
+
+
+def _is_expert(unit: str) -> bool:
+    try:
+        return UnitKey.parse(unit).kind is UnitKind.EXPERT
+    except (InvalidJobError, ValueError):  # the latter: a number of thousands of digits
+        return False
 
 
 def gradient_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:

@@ -81,9 +81,10 @@ def fail_alike(
     rules: Sequence[FailureRule],
 ) -> RuleResult:
     """End a job whose script has failed alike too often before its first step. Epochs that Holdfast
-    has ended are passed over: they show nothing of the script, for or against it."""
+    has ended, or in which a node failed a check, are passed over: they show nothing of the script,
+    for or against it."""
     failure = state.failure
-    if failure is None or all(cause.ended_by_holdfast for cause in causes):
+    if failure is None or all(c.ended_by_holdfast or c.failed_check for c in causes):
         return RuleResult(state)
     if failure.epoch != membership.epoch:  # this one ended for another reason
         return RuleResult(replace(state, failure=replace(failure, times=0)))

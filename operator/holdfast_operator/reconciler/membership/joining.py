@@ -20,7 +20,7 @@ from holdfast_core.node_failures import FailureKind
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.observe.counters import Setback
 from holdfast_operator.reconciler.observe.evidence import UNSCHEDULABLE_S, is_unschedulable
-from holdfast_operator.reconciler.observe.text import exit_in_words
+from holdfast_operator.reconciler.observe.text import agent_exit_in_words, failed_check
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
     AgentView,
@@ -229,7 +229,7 @@ def _note_ends(observation: Observation, state: ControlState, membership: Member
         how = (
             "ended"
             if agent.exit_code is None
-            else exit_in_words(agent.exit_code, agent.reason, agent.message)
+            else agent_exit_in_words(observation.job, agent.exit_code, agent.reason, agent.message)
         )
         pause_s = not_before(state, agent.node) - observation.now
         text = (
@@ -238,9 +238,9 @@ def _note_ends(observation: Observation, state: ControlState, membership: Member
         )
         result = result.post(EventReason.JOINER_EXITED, text, warning=True)
         if agent.exit_code and not agent.disruption:
-            result = result.blame(
-                BlamedNode(node=agent.node, kind=FailureKind.FAILED_START, epoch=state.epoch)
-            )
+            failed = failed_check(observation.job, agent.exit_code, agent.reason)
+            kind = FailureKind.FAILED_CHECK if failed else FailureKind.FAILED_START
+            result = result.blame(BlamedNode(node=agent.node, kind=kind, epoch=state.epoch))
     return result
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from holdfast_core.exit_codes import BEGINS_ANEW, FAILED_CHECK
+from holdfast_core.exit_codes import BEGINS_ANEW
 from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule
 from holdfast_core.snapshots.membership import Membership
@@ -295,11 +295,8 @@ def begin_epoch(
     agents = observation.cluster.agents
     leaving = [agent for agent in agents if away.get(agent.member) == agent.node]
     ran = state.resumed_epoch == membership.epoch
-    unfit = {
-        agent.node
-        for agent in leaving
-        if is_unschedulable(agent) or agent.exit_code == FAILED_CHECK
-    }
+    failed = {cause.member for cause in causes if cause.failed_check}
+    unfit = {agent.node for agent in leaving if is_unschedulable(agent) or agent.member in failed}
     result = RuleResult(
         replace(
             state,

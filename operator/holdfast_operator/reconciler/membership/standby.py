@@ -15,12 +15,11 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
-from holdfast_core.exit_codes import FAILED_CHECK
 from holdfast_core.node_failures import FailureKind
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.membership.joining import places
 from holdfast_operator.reconciler.observe.lookups import suspension_of
-from holdfast_operator.reconciler.observe.text import exit_in_words
+from holdfast_operator.reconciler.observe.text import agent_exit_in_words, failed_check
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
     BlamedNode,
@@ -75,11 +74,12 @@ def _note_exits(
         if standby.state is AgentState.EXITED and standby.node in wanted:
             times = recent.get(standby.node, (0, 0.0))[0] + 1
             recent[standby.node] = times, observation.now
-            how = "ended" if standby.exit_code is None else exit_in_words(standby.exit_code)
+            code = standby.exit_code
+            how = "ended" if code is None else agent_exit_in_words(observation.job, code)
             pause_s = _not_before(recent[standby.node]) - observation.now
             text = f"the standby agent on {standby.node} {how}; starting it again in {pause_s:g} s"
             result = result.post(EventReason.STANDBY_EXITED, text, warning=True)
-            failed = standby.exit_code == FAILED_CHECK
+            failed = failed_check(observation.job, code)
             kind = FailureKind.FAILED_CHECK if failed else FailureKind.FAILED_START
             result = result.blame(BlamedNode(node=standby.node, kind=kind, epoch=state.epoch))
     return replace(result, state=replace(state, standby_exits=recent))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from holdfast_core.exit_codes import BEGINS_ANEW, FAILED_CHECK, HOLDFAST_DECIDED
+from holdfast_core.exit_codes import BEGINS_ANEW, HOLDFAST_DECIDED
 from holdfast_core.job.parsing import MoETrainingJob, On
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.observe.inspections import diagnosis_of
@@ -25,7 +25,13 @@ from holdfast_operator.reconciler.observe.lookups import (
 from holdfast_operator.reconciler.observe.protection import ParityGroups
 from holdfast_operator.reconciler.observe.stalls import stall_of
 from holdfast_operator.reconciler.observe.stragglers import member_to_move, straggler_in_words
-from holdfast_operator.reconciler.observe.text import NAMED_MAX, exit_in_words, ranks_in_words
+from holdfast_operator.reconciler.observe.text import (
+    NAMED_MAX,
+    agent_exit_in_words,
+    exit_in_words,
+    failed_check,
+    ranks_in_words,
+)
 from holdfast_operator.reconciler.observe.views import (
     NEVER,
     AgentState,
@@ -94,13 +100,10 @@ class Cause:
     """Whether an earlier recovery has counted this cause: it waits for it, or has led to it."""
     awaits_code: bool = False
     """Whether the agent may still report the rank's exit code."""
+    failed_check: bool = False
+    """Whether the member's agent does not take part, because a check of its node failed."""
     culprit: bool = False
     """Whether a hang is known to come from this member alone."""
-
-    @property
-    def failed_check(self) -> bool:
-        """Whether the member's agent does not take part, because a check of its node failed."""
-        return self.exit_code == FAILED_CHECK and not self.ranks
 
     @property
     def ended_by_holdfast(self) -> bool:
@@ -140,7 +143,7 @@ def gather(
             suspects.append(member.node)
         else:
             causes.extend(_contradiction(membership, member, view, strange))
-            found = list(_member_causes(membership, member, view, observed, state, now))
+            found = list(_member_causes(job, membership, member, view, observed, state, now))
             causes.extend(found or _awaited(job, membership, member, observed, state))
     if not suspects and not causes:
         causes.extend(_straggler(job, membership, state, now))
@@ -211,6 +214,7 @@ def _dialling_s(membership: Membership, observed: ClusterView, state: ControlSta
 
 
 def _member_causes(
+    job: MoETrainingJob,
     membership: Membership,
     member: Member,
     view: JobView | None,
@@ -224,7 +228,7 @@ def _member_causes(
     if agent is not None and is_left_over(agent, state, membership):
         yield from _rank_failures(member, view, agent)
         return
-    failures = list(_failures(member, view, agent))
+    failures = list(_failures(job, member, view, agent))
     if agent is None and state.confirmed_epoch == membership.epoch and not node.schedulable:
         text = f"member {member.index} has no agent, and node {member.node} accepts none"
         yield Cause(on=On.DISRUPTION, text=text, member=member.index, evicted=True)
@@ -289,12 +293,14 @@ def _is_taken_away(agent: AgentView, worked: bool) -> bool:
     return agent.state is AgentState.RUNNING or worked
 
 
-def _failures(member: Member, view: JobView | None, agent: AgentView | None) -> Iterator[Cause]:
+def _failures(
+    job: MoETrainingJob, member: Member, view: JobView | None, agent: AgentView | None
+) -> Iterator[Cause]:
     yield from _rank_failures(member, view, agent)
     if agent is not None and agent.state is AgentState.EXITED and agent.exit_code != 0:
         code = agent.exit_code
         how = (
-            exit_in_words(code, agent.reason, agent.message)
+            agent_exit_in_words(job, code, agent.reason, agent.message)
             if code is not None
             else agent.why or "ended"
         )
@@ -303,6 +309,7 @@ def _failures(member: Member, view: JobView | None, agent: AgentView | None) -> 
             text=f"the agent of member {member.index} {how}",
             member=member.index,
             exit_code=code,
+            failed_check=failed_check(job, code, agent.reason),
             last_lines=agent.last_lines,
         )
 

@@ -11,6 +11,7 @@ from holdfast_core.exit_codes import (
     PROCESS_ENDS,
     PROTECTION_REQUIRED,
 )
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.states import EndReason
 from holdfast_operator.reconciler.observe.views import INIT_FAILED
 
@@ -40,6 +41,20 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     return f"rank {found[0]}" if len(found) == 1 else f"ranks {listed(found)}"
 
 
+def failed_check(job: MoETrainingJob, code: int | None, reason: str = "") -> bool:
+    """Whether an agent ended because a check of its node failed, by its exit code and the reason of
+    Kubernetes. In a job that does not check its nodes this code is another program's."""
+    checks = job.spec.failure_policy.check_nodes
+    return checks and code == FAILED_CHECK and reason != INIT_FAILED
+
+
+def agent_exit_in_words(job: MoETrainingJob, code: int, reason: str = "", message: str = "") -> str:
+    """How an agent of the job ended, as `exit_in_words` does."""
+    if failed_check(job, code, reason):
+        return f"did not take part, because a check of its node failed (code {code})"
+    return exit_in_words(code, reason, message)
+
+
 def exit_in_words(code: int, reason: str = "", message: str = "") -> str:
     """`exited with code 3`, or `was killed by SIGKILL (code 137)`, or why Holdfast ended it.
 
@@ -53,8 +68,6 @@ def exit_in_words(code: int, reason: str = "", message: str = "") -> str:
         return f"ended with its training world (code {code})"
     if code == PROTECTION_REQUIRED:
         return f"ended because it requires protection and its saves are refused (code {code})"
-    if code == FAILED_CHECK:
-        return f"did not take part, because a check of its node failed (code {code})"
     if reason == INIT_FAILED:
         return f"was not started: {message}"
     if reason == EndReason.OOM_KILLED and code == KILLED:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,6 +104,13 @@ def test_the_parts_of_a_parameter_are_found_in_a_layout() -> None:
 def test_state_is_counted_by_experts_and_all_else_without_what_serves_protection() -> None:
     """Weights of 2 bytes, a master and two moments of 4, and a step of 4."""
     assert state_bytes(layout_of(3)) == (3 * (14 * COUNT + 4), 4 * 4000)
+
+
+@pytest.mark.parametrize("unit", ["foo/bar", "", "layer0/expert" + "9" * 5000])
+def test_a_unit_that_no_trainer_of_ours_would_send_counts_as_no_experts(unit: str) -> None:
+    layout = small(("w", TensorRole.COMPUTE, "float32", 4))
+    strange = replace(layout, entries=tuple(replace(each, unit=unit) for each in layout.entries))
+    assert state_bytes(strange) == (0, 16)
 
 
 def small(*entries: tuple[str, TensorRole, str, int]) -> Layout:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from virtual_world import World, make_job, running
+from virtual_world import World, running
+from virtual_world import make_job as any_job
 
 from holdfast_core.exit_codes import FAILED_CHECK
+from holdfast_core.job.parsing import MoETrainingJob
+
+
+def make_job(nodes: int = 4, **failure_policy: Any) -> MoETrainingJob:
+    return any_job(nodes, **{"checkNodes": True, **failure_policy})
 
 
 def kinds(world: World) -> dict[str, list[str]]:
@@ -88,11 +95,32 @@ def test_a_rule_that_names_the_code_decides() -> None:
 
 
 def test_a_script_that_exits_with_this_code_says_nothing_about_its_node() -> None:
-    world = running()
+    world = running(make_job())
     world.exit_rank(2, FAILED_CHECK)
     world.settle(5.0)
     assert world.nodes_of_members() == ["n0", "n1", "n2", "n3"]
     assert "FailedCheck" not in str(kinds(world))
+    assert "check" not in str(world.messages("Recovering"))
+
+
+def test_in_a_job_that_checks_nothing_this_code_is_the_scripts() -> None:
+    world = World(make_job(checkNodes=False))
+    world.settle(1.0)
+    world.exit_agent(2, FAILED_CHECK)
+    world.settle(5.0)
+    assert world.nodes_of_members() == ["n0", "n1", "n2", "n3"]
+    assert kinds(world) == {"n2": ["LostRank"]}
+
+
+def test_checks_that_fail_alike_say_nothing_about_the_script() -> None:
+    world = World(make_job(spares=0), nodes=4)
+    world.settle(1.0)
+    for _ in range(5):
+        world.exit_agent(2, FAILED_CHECK)
+        key = (2, "n2")
+        world.agents[key] = replace(world.agents[key], last_lines="disk: broken")
+        world.settle(3.0)
+    assert world.phase() == "Running" and world.state.recoveries == 5
 
 
 def test_the_check_of_a_spare_counts_against_it() -> None:

@@ -30,6 +30,7 @@ from holdfast.node_checks import (
     check_device_memory,
     check_disk,
     check_memory,
+    check_processors,
     check_shared_memory,
     failures_in_words,
     known_product,
@@ -78,14 +79,15 @@ def test_a_processor_that_computes_digests_wrongly_is_found(plant: Plant) -> Non
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("how", "words", "outcome"),
     [
-        ("os.kill(os.getpid(), signal.SIGILL)", "was ended by signal 4"),
-        ("os._exit(3)", "ended with code 3"),
+        ("os.kill(os.getpid(), signal.SIGILL)", "was ended by signal 4", Outcome.FAILED),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by signal 9", Outcome.NOT_CHECKED),
+        ("os._exit(1)", "ended with code 1", Outcome.NOT_CHECKED),
     ],
 )
-def test_an_instruction_that_ends_the_process_is_a_failed_check(
-    plant: Plant, how: str, words: str
+def test_only_an_instruction_that_ends_the_process_is_a_failed_check(
+    plant: Plant, how: str, words: str, outcome: Outcome
 ) -> None:
     plant(
         "import os, shutil, signal, sys\n"
@@ -96,7 +98,7 @@ def test_an_instruction_that_ends_the_process_is_a_failed_check(
     )
     *others, last = NodeChecks().results()
     assert all(result.outcome is not Outcome.FAILED for result in others)
-    assert last == Result("shared memory", Outcome.FAILED, f"the process that checks {words}")
+    assert last == Result("shared memory", outcome, f"the process that checks {words}")
 
 
 def test_a_check_that_never_ends_has_failed(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +107,32 @@ def test_a_check_that_never_ends_has_failed(plant: Plant, monkeypatch: pytest.Mo
     [result] = NodeChecks().results()
     assert (result.check, result.outcome) == ("processors", Outcome.FAILED)
     assert "did not end within" in result.text
+
+
+def test_what_else_is_written_is_passed_over(plant: Plant) -> None:
+    plant("print('{\"check\": 1}')\nimport sys\nsys.stdout.buffer.write(b'\\xff welcome\\n')\n")
+    results = NodeChecks().results()
+    assert list(outcomes(results)) == list(CHECKS)
+
+
+def test_processors_that_cannot_be_chosen_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: int, processors: set[int]) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    with pytest.raises(NotCheckedError, match="not permitted"):
+        check_processors()
+
+
+def test_a_disk_that_was_slow_for_a_while_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = iter([1e15, 1.0])
+    right = node_checks._write_and_compare
+
+    def write(directory: Path, nbytes: int, limit_bytes_s: float) -> str:
+        return right(directory, nbytes, next(limits))
+
+    monkeypatch.setattr(node_checks, "_write_and_compare", write)
+    assert "reach" in check_disk()
 
 
 def test_where_no_process_can_be_started_nothing_is_proved(
@@ -149,6 +177,7 @@ def test_what_is_too_slow_has_failed_with_its_rate_and_the_limit(
         (errno.EROFS, NotCheckedError),
         (errno.ENOSPC, NotCheckedError),
         (errno.EIO, CheckFailedError),
+        (errno.ENOMEM, NotCheckedError),
     ],
 )
 def test_a_place_without_room_or_right_proves_nothing_and_a_broken_one_does(
@@ -168,6 +197,8 @@ def test_a_place_without_room_or_right_proves_nothing_and_a_broken_one_does(
         ("GPU-1, 0, 0", "GPU-1, 0", None),
         ("GPU-1, No, No", "GPU-1, [N/A]", None),
         ("GPU-1, [N/A], [N/A]", "GPU-1, 0", None),
+        ("GPU-1, [Not Supported], [Unknown Error]", "GPU-1, [Insufficient Permissions]", None),
+        ("GPU-1, Yes, No", "GPU-1, 0", CheckFailedError),
         ("GPU-1, 0, 0\nGPU-2, 1, 0", "GPU-1, 0", CheckFailedError),
         ("GPU-1, No, Yes", "GPU-1, 0", NoticedError),
         ("GPU-1, 0, 0", "GPU-1, 3", NoticedError),
@@ -207,8 +238,15 @@ def test_a_driver_that_does_not_answer_proves_nothing(
 
 
 def test_results_are_lines_of_json_and_need_no_more_than_a_trainer_has() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast.node_checks"], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-m", "holdfast.node_checks"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["check"] for each in found] == list(CHECKS)
+
+
+def test_by_hand_a_check_that_fails_is_an_exit_code(plant: Plant) -> None:
+    plant(
+        "import os, errno\ndef fail(_):\n    raise OSError(errno.EIO, 'broken')\nos.fsync = fail\n"
+    )
+    command = [sys.executable, "-m", "holdfast.node_checks"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 1
