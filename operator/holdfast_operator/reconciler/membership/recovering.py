@@ -295,8 +295,8 @@ def begin_epoch(
     agents = observation.cluster.agents
     leaving = [agent for agent in agents if away.get(agent.member) == agent.node]
     ran = state.resumed_epoch == membership.epoch
-    failed = {cause.member for cause in causes if cause.failed_check}
-    unfit = {agent.node for agent in leaving if is_unschedulable(agent) or agent.member in failed}
+    unwell = {cause.member for cause in causes if cause.failed_check}
+    unfit = {agent.node for agent in leaving if is_unschedulable(agent) or agent.member in unwell}
     result = RuleResult(
         replace(
             state,

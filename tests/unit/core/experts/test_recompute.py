@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from msgspec import structs
 from recomputed_state import COUNT, PIECE, entry, layout_of
 
 from holdfast_core.experts.recompute import (
@@ -108,7 +110,9 @@ def test_state_is_counted_by_experts_and_all_else_without_what_serves_protection
 @pytest.mark.parametrize("unit", ["foo/bar", "", "layer0/expert" + "9" * 5000])
 def test_a_unit_that_no_trainer_of_ours_would_send_counts_as_no_experts(unit: str) -> None:
     layout = small(("w", TensorRole.COMPUTE, "float32", 4))
-    strange = replace(layout, entries=tuple(replace(each, unit=unit) for each in layout.entries))
+    strange = replace(
+        layout, entries=tuple(structs.replace(each, unit=unit) for each in layout.entries)
+    )
     assert state_bytes(strange) == (0, 16)
 
 
