@@ -47,6 +47,7 @@ STEPS = (
     Step(path="benchmarks/gpu/step.py", limit_s=120),
     Step(path="tests/gpu/test_arenas.py", limit_s=60),
     Step(path="tests/gpu/test_experts.py", limit_s=60),
+    Step(path="tests/gpu/test_node_checks.py", limit_s=60),
     Step(path="benchmarks/gpu/hashing.py", limit_s=45),
     Step(path="tests/gpu/test_dtensor.py", limit_s=60),
     Step(path="tests/gpu/test_groups.py", limit_s=90),

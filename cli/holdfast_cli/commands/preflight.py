@@ -10,20 +10,21 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.node_checks import NodeChecks, Outcome, failures_in_words
 from holdfast_cli import exit_codes
 from holdfast_cli.commands.show import make_table
 
-STYLES: Mapping[Outcome, str] = {
-    Outcome.PASSED: "green",
-    Outcome.FAILED: "bold red",
-    Outcome.NOTICED: "yellow",
-    Outcome.NOT_CHECKED: "dim",
+STYLES: Mapping[str, str] = {
+    "passed": "green",
+    "failed": "bold red",
+    "noticed": "yellow",
+    "not checked": "dim",
 }
 
 
 def preflight(options: argparse.Namespace) -> int:
     """Carry out `holdfast preflight`; returns the exit code."""
+    from holdfast.node_checks import NodeChecks, failures_in_words  # noqa: PLC0415
+
     with Console(stderr=True).status("checking this node, which takes a few seconds ..."):
         results = NodeChecks().results()
     failures = failures_in_words(results)

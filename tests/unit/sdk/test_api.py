@@ -25,7 +25,8 @@ from holdfast_core.job.snapshots import (
 )
 
 PUBLIC_MODULES = {
-    *("testing", "rendezvous", "launch", "moe", "dcp", "elastic", "export", "integrations")
+    *("testing", "rendezvous", "launch", "moe", "dcp", "elastic", "export", "integrations"),
+    "node_checks",
 }
 
 
