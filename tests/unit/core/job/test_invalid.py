@@ -75,12 +75,6 @@ def queued_elsewhere(document: Document) -> None:
     document["spec"].pop("failurePolicy", None)
 
 
-def checked_elsewhere(document: Document) -> None:
-    """A change that has another controller make the pods of a job that checks its nodes."""
-    document["spec"]["trainer"] = {"external": True}
-    document["spec"]["failurePolicy"] = {"checkNodes": True}
-
-
 def rule(**fields: object) -> Callable[[Document], None]:
     return put("spec.failurePolicy.rules.0", fields)
 
@@ -417,11 +411,6 @@ CASES = [
         f"what makes the pods",
     ),
     (queued("Team A", {}), f'{QUEUE} = "Team A": not the name of a LocalQueue'),
-    (
-        checked_elsewhere,
-        "spec.failurePolicy.checkNodes = true: needs pods that Holdfast makes, and "
-        "spec.trainer.external is true; remove it, and run `python -m holdfast.node_checks`",
-    ),
     (
         put("metadata.labels", {"kueue.x-k8s.io/prebuilt-workload-name": "w"}),
         'metadata.labels.kueue.x-k8s.io/prebuilt-workload-name = "w": Holdfast makes the Workload',
