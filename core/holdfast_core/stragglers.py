@@ -26,7 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 WINDOW_STEPS = 10
-"""Least steps of a window."""
+"""Least number of calls of `save` in a window, each of which ends a step or several."""
 ROUNDS = 5
 """Rounds in a row in which a rank must be slow to be named, and then not slow to be no straggler
 any more."""
@@ -53,6 +53,7 @@ class StepTimes(Struct, frozen=True, kw_only=True, gc=False):
     window: int
     """Number of the window in its session, from 1."""
     steps: int
+    """Number of its medians' samples: calls of `save`, each of which ended a step or several."""
     stage: int = 0
     """Pipeline stage of the rank."""
     step_s: float

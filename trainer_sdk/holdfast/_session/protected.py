@@ -116,7 +116,8 @@ class ProtectedSession(WorldSession):
         """The newest call after which a restore is refused; empty before one."""
         self._number, self._last_save_s = 0, 0.0
         self._tokens = Tokens(strategy.token_parts)
-        self._capacity, self._meter = Capacity(), torch_waits.measured(topology, rank)
+        self._capacity = Capacity()
+        self._meter = torch_waits.measured(topology, rank, device)
         self._routers = None
         """The hooks that count tokens; None if nobody needs to know them."""
         if self._counts_tokens:
@@ -526,7 +527,7 @@ class ProtectedSession(WorldSession):
             return
         self._saver.wait_staged()
         self._closed = True
-        torch_waits.end(self._meter)
+        torch_waits.stop_measuring(self._meter)
         self._hooks.remove()
         if self._routers is not None:
             self._routers.remove()
