@@ -30,6 +30,8 @@ WINDOW_STEPS = 10
 ROUNDS = 5
 """Rounds in a row in which a rank must be slow to be named, and then not slow to be no straggler
 any more."""
+SUSPECT_ROUNDS = 2
+"""Rounds in a row after which a slow rank may soon be named."""
 SLOWER = 0.15
 """How much longer than its peers' a straggler's own work is at least, as a part of theirs."""
 STEP_SHARE = 0.10
@@ -221,15 +223,29 @@ class StragglerWatch(Struct, frozen=True, kw_only=True):
     windows: Mapping[int, int] = {}
     """Rank → number of its window in the newest round."""
     records: Mapping[int, _Record] = {}
-    """Ranks that were slow lately."""
-    named: frozenset[int] = frozenset()
-    """All ranks that were ever named."""
+    """Ranks that were slow lately. One without times stays as it was."""
+    blamed: frozenset[int] = frozenset()
+    """Members whose nodes were blamed for a slow rank."""
 
     @property
     def stragglers(self) -> tuple[Straggler, ...]:
         """The ranks that are named, the slowest first."""
         named = (each.named for each in self.records.values() if each.named is not None)
         return tuple(sorted(named, key=lambda slow: (-slow.delay_s, slow.rank)))
+
+    @property
+    def suspects(self) -> frozenset[int]:
+        """The ranks that are named, and those that may soon be."""
+        return frozenset(
+            rank
+            for rank, each in self.records.items()
+            if each.named is not None or each.rounds >= SUSPECT_ROUNDS
+        )
+
+    def is_slow_now(self, rank: int) -> bool:
+        """Whether `rank` is named, and was slow in the newest round as well."""
+        record = self.records.get(rank, _Record())
+        return record.named is not None and record.rounds == ROUNDS and rank in self.windows
 
     def see(self, epoch: int, times: Mapping[int, StepTimes]) -> StragglerWatch:
         """Judge a round, if each rank in `times` has a window that was in none yet.
@@ -244,13 +260,12 @@ class StragglerWatch(Struct, frozen=True, kw_only=True):
         if any(each.window == self.windows.get(rank) for rank, each in times.items()):
             return self
         slow = {each.rank: each for each in slow_ranks(times)}
-        records = {
-            rank: after
-            for rank in {*slow, *self.records} & times.keys()
-            if (after := _after_round(self.records.get(rank, _Record()), slow.get(rank))).rounds
-        }
-        named = self.named.union(rank for rank, each in records.items() if each.named is not None)
-        return replace(self, windows=_numbers(times), records=records, named=named)
+        records = {rank: each for rank, each in self.records.items() if rank not in times}
+        for rank in {*slow, *self.records} & times.keys():
+            after = _after_round(self.records.get(rank, _Record()), slow.get(rank))
+            if after.rounds:
+                records[rank] = after
+        return replace(self, windows=_numbers(times), records=records)
 
 
 def _numbers(times: Mapping[int, StepTimes]) -> dict[int, int]:

@@ -267,7 +267,24 @@ def test_a_rank_is_named_after_several_rounds_and_until_it_kept_pace_for_as_many
     watch = rounds(watch, ROUNDS - 1, own_s=1.0, first=100)
     assert [each.rank for each in watch.stragglers] == [1]
     watch = rounds(watch, 1, own_s=1.0, first=200)
-    assert watch.stragglers == () and watch.records == {} and watch.named == {1}
+    assert watch.stragglers == () and watch.records == {}
+
+
+def test_a_rank_without_times_stays_what_it_was() -> None:
+    watch = rounds(StragglerWatch(epoch=1), ROUNDS)
+    assert watch.is_slow_now(1) and not watch.is_slow_now(0)
+    for number in range(100, 100 + 2 * ROUNDS):
+        times = StepTimes(window=number, steps=10, step_s=1, own_s=1, wait_s=0)
+        watch = watch.see(1, {0: times, 2: times})
+    assert [each.rank for each in watch.stragglers] == [1] and not watch.is_slow_now(1)
+
+
+def test_a_rank_that_was_slow_in_two_rounds_is_a_suspect() -> None:
+    watch = rounds(StragglerWatch(epoch=1), 1)
+    assert watch.suspects == frozenset()
+    watch = rounds(watch, 1, first=2)
+    assert watch.suspects == {1} and not watch.is_slow_now(1)
+    assert rounds(watch, 1, own_s=1.0, first=3).suspects == frozenset()
 
 
 def test_the_same_windows_are_judged_once_and_an_epoch_begins_anew() -> None:
