@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # re-exported
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast._copying.devices import CpuDevice
 from holdfast._session import torch_waits
 from holdfast._session.step_times import StepMeter
 from holdfast_core.topology import Topology
@@ -41,10 +42,10 @@ def call_ns(function: Callable[[], object]) -> float:
 def wait_ns(work: dist.Work) -> float:
     """Nanoseconds by which a wait takes longer than with torch's own method, by runs in turn."""
     plain = partial(dist.Work.wait, work)  # before it is replaced
-    meter = torch_waits.measured(Topology(dp=1), 0)
+    meter = torch_waits.measured(Topology(dp=1), 0, CpuDevice())
     measured = partial(dist.Work.wait, work)
     found = median(call_ns(measured) - call_ns(plain) for _ in range(ROUNDS))
-    torch_waits.end(meter)
+    torch_waits.stop_measuring(meter)
     return found
 
 
@@ -64,7 +65,7 @@ def gradients_ns(parameters: int) -> float:
     """Nanoseconds to read when the gradients of so many parameters were complete."""
     layers = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(parameters)))
     replica = DistributedDataParallel(layers)
-    meter = torch_waits.measured(Topology(dp=1), 0)
+    meter = torch_waits.measured(Topology(dp=1), 0, CpuDevice())
     replica(torch.ones(1, 1)).sum().backward()
 
     def read() -> None:
@@ -72,7 +73,7 @@ def gradients_ns(parameters: int) -> float:
         meter.before_optimizer(time.monotonic())
 
     found = median(call_ns(read) for _ in range(ROUNDS))
-    torch_waits.end(meter)
+    torch_waits.stop_measuring(meter)
     return found
 
 

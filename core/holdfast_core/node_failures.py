@@ -38,7 +38,7 @@ AT_DIGITS = 3
 REPEAT_S = 600.0
 """Time within which failures of a node in the same epoch of one job are one failure: a control
 loop that starts again may see it once more, and a node fails in several ways at once. A job that is
-made again begins its epochs anew."""
+made again begins its epochs anew. A node that is slow throughout an epoch failed once in it."""
 FUTURE_S = 86400.0
 """How far ahead the clock of another writer may be. What is later is nonsense, and would never
 fade."""
@@ -319,7 +319,7 @@ def _is_same(one: NodeFailure, other: NodeFailure) -> bool:
     return (
         (one.job, one.epoch) == (other.job, other.epoch)
         and (one.kind is straggling) == (other.kind is straggling)
-        and abs(one.at - other.at) < REPEAT_S
+        and (one.kind is straggling or abs(one.at - other.at) < REPEAT_S)
     )
 
 

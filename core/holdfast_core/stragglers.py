@@ -17,19 +17,21 @@ Times come from trainers, and are bounded where they are received. Pure.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
-from statistics import median
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 WINDOW_STEPS = 10
-"""Least steps of a window."""
+"""Least number of calls of `save` in a window, each of which ends a step or several."""
 ROUNDS = 5
 """Rounds in a row in which a rank must be slow to be named, and then not slow to be no straggler
 any more."""
+SUSPECT_ROUNDS = 2
+"""Rounds in a row after which a slow rank may soon be named."""
 SLOWER = 0.15
 """How much longer than its peers' a straggler's own work is at least, as a part of theirs."""
 STEP_SHARE = 0.10
@@ -43,6 +45,8 @@ CAUSE_SHARE = 0.5
 """Part of the delay that has the cause which is named."""
 TIME_S_MAX = 1e6
 """Longest time of a step that is believed."""
+_TIMES = ("own_s", "step_s", "wait_s", "uncertainty_s", "data_s", "processor_s")
+"""Times of a rank that are compared with those of its peers."""
 COUNT_MAX = 2**32 - 1
 """Largest number of a window, of its steps and of a stage."""
 
@@ -53,6 +57,7 @@ class StepTimes(Struct, frozen=True, kw_only=True, gc=False):
     window: int
     """Number of the window in its session, from 1."""
     steps: int
+    """Number of its medians' samples: calls of `save`, each of which ended a step or several."""
     stage: int = 0
     """Pipeline stage of the rank."""
     step_s: float
@@ -139,29 +144,54 @@ def slow_ranks(times: Mapping[int, StepTimes]) -> tuple[Straggler, ...]:
     Args:
         times: rank → its newest window. Ranks that have none are left out.
     """
-    stages: dict[int, list[int]] = defaultdict(list)
+    stages: dict[int, dict[int, StepTimes]] = defaultdict(dict)
     for rank, each in times.items():
-        stages[each.stage].append(rank)
-    found = [
-        slow
-        for ranks in stages.values()
-        for rank in ranks
-        if (slow := _judged(rank, times[rank], [times[r] for r in ranks if r != rank])) is not None
-    ]
+        stages[each.stage][rank] = each
+    found = [slow for stage in stages.values() if len(stage) > 1 for slow in _slow_of_stage(stage)]
     return tuple(sorted(found, key=lambda slow: (-slow.delay_s, slow.rank)))
 
 
-def _judged(rank: int, own: StepTimes, peers: Sequence[StepTimes]) -> Straggler | None:
+class _Medians:
+    """Medians of one time of the ranks of a stage, without one of them. There are thousands of
+    ranks, so each time is sorted once.
+
+    Args:
+        values: that time of each rank, two at least.
+    """
+
+    def __init__(self, values: Iterable[float]) -> None:
+        self._ordered = sorted(values)
+
+    def without(self, value: float) -> float:
+        """The median of all but one that has this `value`."""
+        left_out, rest = bisect_left(self._ordered, value), len(self._ordered) - 1
+        low, high = (self._ordered[at + (at >= left_out)] for at in ((rest - 1) // 2, rest // 2))
+        return low if rest % 2 else (low + high) / 2
+
+
+def _slow_of_stage(stage: Mapping[int, StepTimes]) -> Iterator[Straggler]:
+    """The ranks of one stage that are slow beside the others."""
+    medians = {name: _Medians(getattr(each, name) for each in stage.values()) for name in _TIMES}
+    for rank, own in stage.items():
+        if (slow := _judged(rank, own, medians)) is not None:
+            yield slow
+
+
+def _judged(rank: int, own: StepTimes, medians: Mapping[str, _Medians]) -> Straggler | None:
     """The rank, if it is slow beside its peers."""
-    if not peers:
-        return None
-    peers_s, step_s = _median(peers, "own_s"), max(own.step_s, _median(peers, "step_s"))
+
+    def of_peers(name: str) -> float:
+        return medians[name].without(getattr(own, name))
+
+    peers_s = of_peers("own_s")
     delay_s = own.own_s - peers_s
-    waited_s = _median(peers, "wait_s") - own.wait_s
-    noise_s = math.hypot(own.uncertainty_s, _median(peers, "uncertainty_s"))
+    if delay_s <= 0:  # most ranks
+        return None
+    step_s = max(own.step_s, of_peers("step_s"))
+    waited_s = of_peers("wait_s") - own.wait_s
+    noise_s = math.hypot(own.uncertainty_s, of_peers("uncertainty_s"))
     slow = (
-        delay_s > 0
-        and delay_s >= SLOWER * peers_s
+        delay_s >= SLOWER * peers_s
         and delay_s >= STEP_SHARE * step_s
         and delay_s >= SURE * noise_s
         and waited_s >= WAITED_SHARE * delay_s
@@ -169,15 +199,11 @@ def _judged(rank: int, own: StepTimes, peers: Sequence[StepTimes]) -> Straggler 
     if not slow:
         return None
     cause = Cause.UNKNOWN
-    if own.data_s - _median(peers, "data_s") >= CAUSE_SHARE * delay_s:
+    if own.data_s - of_peers("data_s") >= CAUSE_SHARE * delay_s:
         cause = Cause.DATA
-    elif own.processor_s - _median(peers, "processor_s") >= CAUSE_SHARE * delay_s:
+    elif own.processor_s - of_peers("processor_s") >= CAUSE_SHARE * delay_s:
         cause = Cause.COMPUTE
     return Straggler(rank=rank, own_s=own.own_s, peers_s=peers_s, step_s=step_s, cause=cause)
-
-
-def _median(times: Iterable[StepTimes], name: str) -> float:
-    return float(median(getattr(each, name) for each in times))
 
 
 class _Record(Struct, frozen=True, kw_only=True, gc=False):
@@ -197,15 +223,29 @@ class StragglerWatch(Struct, frozen=True, kw_only=True):
     windows: Mapping[int, int] = {}
     """Rank → number of its window in the newest round."""
     records: Mapping[int, _Record] = {}
-    """Ranks that were slow lately."""
-    named: frozenset[int] = frozenset()
-    """All ranks that were ever named."""
+    """Ranks that were slow lately. One without times stays as it was."""
+    blamed: frozenset[int] = frozenset()
+    """Members whose nodes were blamed for a slow rank."""
 
     @property
     def stragglers(self) -> tuple[Straggler, ...]:
         """The ranks that are named, the slowest first."""
         named = (each.named for each in self.records.values() if each.named is not None)
         return tuple(sorted(named, key=lambda slow: (-slow.delay_s, slow.rank)))
+
+    @property
+    def suspects(self) -> frozenset[int]:
+        """The ranks that are named, and those that may soon be."""
+        return frozenset(
+            rank
+            for rank, each in self.records.items()
+            if each.named is not None or each.rounds >= SUSPECT_ROUNDS
+        )
+
+    def is_slow_now(self, rank: int) -> bool:
+        """Whether `rank` is named, and was slow in the newest round as well."""
+        record = self.records.get(rank, _Record())
+        return record.named is not None and record.rounds == ROUNDS and rank in self.windows
 
     def see(self, epoch: int, times: Mapping[int, StepTimes]) -> StragglerWatch:
         """Judge a round, if each rank in `times` has a window that was in none yet.
@@ -220,13 +260,12 @@ class StragglerWatch(Struct, frozen=True, kw_only=True):
         if any(each.window == self.windows.get(rank) for rank, each in times.items()):
             return self
         slow = {each.rank: each for each in slow_ranks(times)}
-        records = {
-            rank: after
-            for rank in {*slow, *self.records} & times.keys()
-            if (after := _after_round(self.records.get(rank, _Record()), slow.get(rank))).rounds
-        }
-        named = self.named.union(rank for rank, each in records.items() if each.named is not None)
-        return replace(self, windows=_numbers(times), records=records, named=named)
+        records = {rank: each for rank, each in self.records.items() if rank not in times}
+        for rank in {*slow, *self.records} & times.keys():
+            after = _after_round(self.records.get(rank, _Record()), slow.get(rank))
+            if after.rounds:
+                records[rank] = after
+        return replace(self, windows=_numbers(times), records=records)
 
 
 def _numbers(times: Mapping[int, StepTimes]) -> dict[int, int]:

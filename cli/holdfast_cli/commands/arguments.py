@@ -109,12 +109,12 @@ _NODES_EPILOG = """
   holdfast nodes --context prod        the nodes of a cluster, over all jobs
   holdfast nodes --forget node-7       clear the record of a node that was repaired
 
-A node that loses ranks, memory or its daemon, holds the others up, or cannot start ranks, is
-remembered. Its score is 2 for a lost node or a failed check (`holdfast preflight`) and 1 for all
-else, and half of that after each half-life (2 days, unless the cluster sets
-operator.nodeRecord.halfLifeHours). From 0.25 on the node is avoided: replacements, new members and
-new jobs take it only if no clean node is free, or only in another failure domain. It keeps the
-members that it has.
+A node that loses ranks, memory or its daemon, holds the others up, cannot start ranks, or has a
+rank that is slower than the others, is remembered. Its score is 2 for a lost node or a failed check
+(`holdfast preflight`), 0.5 for a slow rank and 1 for all else, and half of that after each
+half-life (2 days, unless the cluster sets operator.nodeRecord.halfLifeHours). From 0.25 on the node
+is avoided: replacements, new members and new jobs take it only if no clean node is free, or only in
+another failure domain. It keeps the members that it has.
 
 In a cluster the record is a ConfigMap in the namespace of the release: reading it needs the right
 to get it, and --forget the right to update it. The operator knows of it within 35 seconds.

@@ -414,11 +414,17 @@ class JobStatus(_Part, frozen=True, kw_only=True):
         Annotated[
             tuple[StragglerStatus, ...],
             Meta(
-                extra={"title": "Ranks for which the others wait in each step, the slowest first."},
+                extra={
+                    "title": "The 16 slowest ranks for which the others wait in each step, the "
+                    "slowest first."
+                },
                 extra_json_schema={"x-kubernetes-list-type": "atomic"},
             ),
         ]
         | None
+    ) = None
+    straggler_count: (
+        Annotated[int, Meta(description="the number of all such ranks, if there are any")] | None
     ) = None
     token_loss: TokenLossStatus | None = None
     experts: ExpertsStatus | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import pytest
@@ -17,8 +17,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from holdfast_core.stragglers import (
+    CAUSE_SHARE,
     ROUNDS,
+    SLOWER,
+    STEP_SHARE,
+    SURE,
     TIME_S_MAX,
+    WAITED_SHARE,
     WINDOW_STEPS,
     Cause,
     StepTimes,
@@ -262,7 +267,24 @@ def test_a_rank_is_named_after_several_rounds_and_until_it_kept_pace_for_as_many
     watch = rounds(watch, ROUNDS - 1, own_s=1.0, first=100)
     assert [each.rank for each in watch.stragglers] == [1]
     watch = rounds(watch, 1, own_s=1.0, first=200)
-    assert watch.stragglers == () and watch.records == {} and watch.named == {1}
+    assert watch.stragglers == () and watch.records == {}
+
+
+def test_a_rank_without_times_stays_what_it_was() -> None:
+    watch = rounds(StragglerWatch(epoch=1), ROUNDS)
+    assert watch.is_slow_now(1) and not watch.is_slow_now(0)
+    for number in range(100, 100 + 2 * ROUNDS):
+        times = StepTimes(window=number, steps=10, step_s=1, own_s=1, wait_s=0)
+        watch = watch.see(1, {0: times, 2: times})
+    assert [each.rank for each in watch.stragglers] == [1] and not watch.is_slow_now(1)
+
+
+def test_a_rank_that_was_slow_in_two_rounds_is_a_suspect() -> None:
+    watch = rounds(StragglerWatch(epoch=1), 1)
+    assert watch.suspects == frozenset()
+    watch = rounds(watch, 1, first=2)
+    assert watch.suspects == {1} and not watch.is_slow_now(1)
+    assert rounds(watch, 1, own_s=1.0, first=3).suspects == frozenset()
 
 
 def test_the_same_windows_are_judged_once_and_an_epoch_begins_anew() -> None:
@@ -304,6 +326,79 @@ def test_whatever_trainers_report_the_verdict_is_sane(times: dict[int, StepTimes
     for _ in range(3):
         watch = watch.see(1, times)
     assert set(watch.records) <= set(times)
+
+
+def judged(rank: int, own: StepTimes, peers: Sequence[StepTimes]) -> Straggler | None:
+    """`rank` if it is slow beside `peers`, as decision 0127 defines it."""
+
+    def of_peers(name: str) -> float:
+        return float(median(getattr(each, name) for each in peers))
+
+    peers_s, step_s = of_peers("own_s"), max(own.step_s, of_peers("step_s"))
+    delay_s = own.own_s - peers_s
+    slow = (
+        delay_s > 0
+        and delay_s >= SLOWER * peers_s
+        and delay_s >= STEP_SHARE * step_s
+        and delay_s >= SURE * math.hypot(own.uncertainty_s, of_peers("uncertainty_s"))
+        and of_peers("wait_s") - own.wait_s >= WAITED_SHARE * delay_s
+    )
+    cause = Cause.UNKNOWN
+    if own.data_s - of_peers("data_s") >= CAUSE_SHARE * delay_s:
+        cause = Cause.DATA
+    elif own.processor_s - of_peers("processor_s") >= CAUSE_SHARE * delay_s:
+        cause = Cause.COMPUTE
+    found = Straggler(rank=rank, own_s=own.own_s, peers_s=peers_s, step_s=step_s, cause=cause)
+    return found if slow else None
+
+
+def by_definition(times: dict[int, StepTimes]) -> set[Straggler]:
+    """The slow ranks, each compared with a list of its peers."""
+    found = set[Straggler]()
+    for rank, own in times.items():
+        peers = [each for r, each in times.items() if r != rank and each.stage == own.stage]
+        if peers and (slow := judged(rank, own, peers)) is not None:
+            found.add(slow)
+    return found
+
+
+EVEN_S = st.sampled_from([0.0, 0.1, 0.2, 0.3, 1.0, 1.5])
+"""Times of which many are equal."""
+EVEN_TIMES = st.builds(
+    StepTimes,
+    window=st.just(1),
+    steps=st.integers(1, 20),
+    stage=st.integers(0, 1),
+    own_spread_s=st.sampled_from([0.0, 0.1]),
+    **dict.fromkeys(("step_s", "own_s", "wait_s", "data_s", "processor_s"), EVEN_S),
+)
+
+
+@given(st.dictionaries(st.integers(0, 20), st.one_of(EVEN_TIMES, TIMES), max_size=12))
+def test_the_verdict_is_that_of_the_definition(times: dict[int, StepTimes]) -> None:
+    found = slow_ranks(times)
+    assert set(found) == by_definition(times) and len(found) == len(set(found))
+
+
+def test_the_work_of_a_verdict_grows_like_the_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, uncertainty = list[StepTimes](), StepTimes.uncertainty_s
+
+    def counted(times: StepTimes) -> float:
+        read.append(times)
+        return float(uncertainty.__get__(times))
+
+    monkeypatch.setattr(StepTimes, "uncertainty_s", property(counted))
+    ranks = 400
+    own_s = {rank: 1.0 + rank / ranks for rank in range(ranks)}
+    slow = slow_ranks(
+        {
+            rank: StepTimes(window=1, steps=10, step_s=2.0, own_s=own, wait_s=2.0 - own)
+            for rank, own in own_s.items()
+        }
+    )
+    assert len(slow) > ranks / 4 and len(read) <= 4 * ranks
 
 
 @pytest.mark.parametrize("seconds", [-1e-9, math.nan, math.inf, -math.inf, 2 * TIME_S_MAX])

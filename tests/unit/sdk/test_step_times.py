@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # re-expo
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+from holdfast._copying.devices import CpuDevice, CudaDevice
 from holdfast._session import step_times, torch_waits
 from holdfast._session.step_times import WAITS_MAX, StepMeter
 from holdfast.testing import FakeDaemon
@@ -156,10 +158,10 @@ def test_going_back_or_another_thread_begins_anew(clock: Clock) -> None:
 
 @pytest.fixture
 def meter() -> Iterator[StepMeter]:
-    meter = torch_waits.measured(Topology(dp=1), 0)
+    meter = torch_waits.measured(Topology(dp=1), 0, CpuDevice())
     meter.on_step(0)
     yield meter
-    torch_waits.end(meter)
+    torch_waits.stop_measuring(meter)
 
 
 @pytest.fixture
@@ -194,9 +196,9 @@ def test_waits_of_the_training_thread_are_seen(meter: StepMeter, collective: Any
     thread.start()
     thread.join()
     assert len(meter._waits) == before  # Holdfast's own threads, and those of libraries
-    torch_waits.end(meter)
+    torch_waits.stop_measuring(meter)
     collective(torch.ones(4))
-    assert len(meter._waits) == before
+    assert meter._waits == []
 
 
 @pytest.mark.usefixtures("group")
@@ -243,3 +245,88 @@ def test_a_session_reports_its_times_to_the_daemon(
     assert 0 < times.own_s <= times.step_s
     session.close()
     assert torch_waits._Measuring.newest is None
+
+
+class _Elsewhere:
+    """A device that is not the CPU, and copies as that does."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(CpuDevice(), name)
+
+
+def test_a_session_on_another_device_reports_no_times(
+    trainer: Any, open_session: Any, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host only queues work there, and a rank with a slow host would look like a straggler."""
+    monkeypatch.setattr(step_times, "WINDOW_S", 0.0)
+    monkeypatch.setattr("holdfast._init.device_of", lambda tensors: _Elsewhere())
+    session = open_session(trainer, daemon, report_interval_s=0.0)
+    for step in range(1, 3 * WINDOW_STEPS):
+        trainer.train()
+        session.save(step).committed.result(60)
+    session.prepare()
+    assert daemon.reports and daemon.reports[-1].times is None
+    assert torch_waits._Measuring.newest is None
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_nothing_of_torch_is_replaced_where_a_gpu_computes(
+    monkeypatch: pytest.MonkeyPatch, offloaded: bool
+) -> None:
+    replaced = list[bool]()
+    monkeypatch.setattr(torch_waits, "_replace_methods", lambda: replaced.append(True))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: offloaded)
+    device = CpuDevice() if offloaded else object.__new__(CudaDevice)
+    meter = torch_waits.measured(Topology(dp=1), 0, device)
+    assert replaced == [] and torch_waits._Measuring.newest is None
+    assert [meter.on_step(step) for step in range(3)] == [None] * 3
+
+
+@pytest.mark.usefixtures("group")
+def test_a_compiler_follows_a_wait_without_a_warning(meter: StepMeter) -> None:
+    def reduce(tensor: torch.Tensor) -> torch.Tensor:
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        work.wait()
+        return tensor + 1
+
+    compiled = torch.compile(reduce, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert meter.on_step(1) is None
+
+
+def test_an_error_ends_the_measurement_and_nothing_else(
+    trainer: Any,
+    open_session: Any,
+    daemon: FakeDaemon,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken() -> list[int]:
+        raise RuntimeError("no statistics")
+
+    monkeypatch.setattr(step_times, "WINDOW_S", 0.0)
+    session = open_session(trainer, daemon, report_interval_s=0.0)
+    caplog.set_level(logging.DEBUG, "holdfast")
+    for step in range(1, 3 * WINDOW_STEPS):
+        meter = torch_waits._Measuring.newest
+        assert meter is not None
+        meter.on_forward(SimpleNamespace(get_backward_stats=broken), time.monotonic())
+        trainer.train()
+        session.save(step).committed.result(60)
+    session.prepare()
+    assert daemon.reports[-1].times is None
+    logged = [each for each in caplog.records if "not measured any more" in each.message]
+    assert [each.levelno for each in logged] == [logging.DEBUG]
+
+
+def test_no_reducer_is_kept_after_its_step_nor_after_the_measurement(clock: Clock) -> None:
+    meter, reducer = StepMeter(), SimpleNamespace(get_backward_stats=list)
+    meter.on_step(0)
+    meter.on_forward(reducer, clock.now_s)
+    meter.on_step(1)
+    assert meter._backward is None
+    meter.on_forward(reducer, clock.now_s)
+    torch_waits.stop_measuring(meter)
+    meter.on_forward(reducer, clock.now_s)
+    assert meter._backward is None

@@ -116,12 +116,12 @@ class ProtectedSession(WorldSession):
         """The newest call after which a restore is refused; empty before one."""
         self._number, self._last_save_s = 0, 0.0
         self._tokens = Tokens(strategy.token_parts)
-        self._capacity, self._meter = Capacity(), torch_waits.measured(topology, rank)
+        self._capacity, self._closed, self._kept = Capacity(), False, START
+        self._meter = torch_waits.measured(topology, rank, device)
         self._routers = None
         """The hooks that count tokens; None if nobody needs to know them."""
         if self._counts_tokens:
             self._routers = Routers(live, strategy, self._count, self._capacity)
-        self._closed, self._kept = False, START
         self._replay: Replay | None = None
         """The replay of a sparse window; None once its last step is repeated."""
         self._restored_from = RestoreSource.LIVE
@@ -526,7 +526,7 @@ class ProtectedSession(WorldSession):
             return
         self._saver.wait_staged()
         self._closed = True
-        torch_waits.end(self._meter)
+        torch_waits.stop_measuring(self._meter)
         self._hooks.remove()
         if self._routers is not None:
             self._routers.remove()

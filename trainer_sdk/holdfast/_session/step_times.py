@@ -8,17 +8,26 @@ itself, are not its own work; everything else is.
 Everything here runs on the training thread, and must stay cheap: a step costs two readings of the
 clock, a wait two as well. Medians are computed once in a window of steps, which is at least as long
 as `WINDOW_S`, so that a daemon is not asked to take more of them than it passes on.
+
+Whatever fails here ends the measurement, and neither training nor a save.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from holdfast_core.stragglers import WINDOW_STEPS, StepTimes
+
+_log = logging.getLogger("holdfast")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 WINDOW_S = 1.0
 """Least length of a window."""
@@ -43,8 +52,27 @@ class _Step(NamedTuple):
     processor_s: float
 
 
+def _guarded(
+    method: Callable[Concatenate[StepMeter, _P], _R],
+) -> Callable[Concatenate[StepMeter, _P], _R | None]:
+    """`method`, which does nothing once the meter is stopped, and stops it if it fails."""
+
+    @functools.wraps(method)
+    def call(self: StepMeter, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        if self._stopped:
+            return None
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            _log.debug("the parts of steps are not measured any more", exc_info=True)
+            self.stop()
+            return None
+
+    return call
+
+
 class StepMeter:
-    """The times of one session's rank.
+    """The times of one session's rank. No method raises.
 
     Args:
         stage: its pipeline stage.
@@ -56,6 +84,7 @@ class StepMeter:
         """The thread that trains: the last one that called `on_step`."""
         self._steps: list[_Step] = []
         self._windows = 0
+        self._stopped = False
         self._step: int | None = None
         """The step after which the present one began; None before the first."""
         self._began_s = self._window_began_s = self._delayed_s = 0.0
@@ -67,6 +96,13 @@ class StepMeter:
         self._waited_s = self._held_s = self._data_s = 0.0
         self._backward: tuple[Any, float] | None = None
 
+    def stop(self) -> None:
+        """Measure nothing any more."""
+        self._stopped = True
+        self._steps.clear()
+        self._begin(0.0, 0.0)
+
+    @_guarded
     def on_wait(self, began_s: float, ended_s: float) -> None:
         """Note a wait for other ranks."""
         if len(self._waits) >= WAITS_MAX:
@@ -74,21 +110,25 @@ class StepMeter:
             self._waits.clear()
         self._waits.append((began_s, ended_s))
 
+    @_guarded
     def on_batch(self, began_s: float, ended_s: float) -> None:
         """Note the time that a data loader took for a batch."""
         self._data_s += ended_s - began_s
 
+    @_guarded
     def on_held(self, began_s: float, ended_s: float) -> None:
         """Note time that Holdfast took on the training thread."""
         began_s = max(began_s, self._began_s)  # `save` begins a step itself
         waited_s = sum(end - begin for begin, end in self._waits if begin >= began_s)
         self._held_s += max(0.0, ended_s - began_s - waited_s)
 
+    @_guarded
     def on_forward(self, reducer: Any, now_s: float) -> None:
         """Note that the forward pass of a DistributedDataParallel has ended, whose `reducer` will
         wait for other ranks at the end of the backward pass, unseen by Python."""
         self._backward = (reducer, now_s)
 
+    @_guarded
     def before_optimizer(self, now_s: float) -> None:
         """Note that gradients are complete: since the last one of this rank was, it has waited for
         the others."""
@@ -101,6 +141,7 @@ class StepMeter:
             self._waits = [each for each in self._waits if each[0] < ready_s]
             self.on_wait(ready_s, now_s)
 
+    @_guarded
     def on_step(self, step: int) -> StepTimes | None:
         """Note that `save` was called after `step`. Returns the times of a window that has ended
         with it."""

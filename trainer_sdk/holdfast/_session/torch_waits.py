@@ -6,8 +6,10 @@ gradient of this rank was complete, and Python calls it after each forward pass.
 batches in `__next__`. These three methods are replaced once per process, and this module is the
 only one that knows them. Where torch has one of them no more, nothing is measured there.
 
-With NCCL, `Work.wait` returns at once and the device waits: then no rank is seen to wait, and no
-rank is found to be slow.
+Nothing is measured, and nothing replaced, in a process that uses a GPU. There these calls return
+when work is queued, and the device waits: what the host seems to wait for (`loss.item()`, a
+GradScaler) is its own device, and the rank whose host is slower seems to wait least, although
+nobody waits for it.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from threading import get_ident
 from time import monotonic
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import dataloader
 
+from holdfast._copying.devices import CpuDevice, Device
 from holdfast._session.step_times import StepMeter
 from holdfast_core.topology import Topology
 
@@ -35,22 +39,35 @@ class _Measuring:
     """That of the newest session of this process; None while there is none."""
 
 
-def measured(topology: Topology, rank: int) -> StepMeter:
+def measured(topology: Topology, rank: int, device: Device) -> StepMeter:
     """A meter for `rank`, which learns from now on, in place of any other meter, where the training
-    thread waits."""
-    _replace_methods()
-    _Measuring.newest = meter = StepMeter(topology.coordinates(rank).pp)
+    thread waits. It measures nothing if the process computes on another device than the CPU.
+
+    Args:
+        device: that of the model's parameters. They may be offloaded to host memory.
+    """
+    meter = StepMeter(topology.coordinates(rank).pp)
+    if isinstance(device, CpuDevice) and not torch.cuda.is_initialized():
+        _replace_methods()
+        _Measuring.newest = meter
+    else:
+        _Measuring.newest = None
+        meter.stop()
     return meter
 
 
-def end(meter: StepMeter) -> None:
-    """Let `meter` know of nothing any more."""
+def stop_measuring(meter: StepMeter) -> None:
+    """End what `meter` measures."""
+    meter.stop()
     if _Measuring.newest is meter:
         _Measuring.newest = None
 
 
 def _meter() -> StepMeter | None:
-    """The meter for what the calling thread does; None if nothing measures it."""
+    """The meter for what the calling thread does; None if nothing measures it, as while a compiler
+    follows the call."""
+    if torch.compiler.is_compiling():
+        return None
     meter = _Measuring.newest
     return meter if meter is not None and meter.thread == get_ident() else None
 

@@ -239,7 +239,7 @@ def _is_short(status: Object) -> bool:
 
 def _slow(status: Object) -> int:
     """Number of ranks for which the others wait in each step."""
-    return len(status.get("stragglers") or ())
+    return int(status.get("stragglerCount") or 0)
 
 
 def _is_unprotected(status: Object) -> bool:

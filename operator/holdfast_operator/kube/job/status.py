@@ -31,6 +31,7 @@ from holdfast_core.job.status import (
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import RestoreSource
+from holdfast_core.stragglers import Straggler
 from holdfast_operator.kube.client.resources import JOB_LABEL
 from holdfast_operator.kube.client.times import ClockPair
 from holdfast_operator.reconciler.failures.keeping import kept_until
@@ -40,7 +41,7 @@ from holdfast_operator.reconciler.membership.shrinking import Strength, strength
 from holdfast_operator.reconciler.membership.staying import recovery_mode
 from holdfast_operator.reconciler.observe.counters import to_document
 from holdfast_operator.reconciler.observe.last_failure import TrainerFailure
-from holdfast_operator.reconciler.observe.lookups import agent_at, fewest_slots
+from holdfast_operator.reconciler.observe.lookups import agent_at, fewest_slots, ranks_in
 from holdfast_operator.reconciler.observe.stragglers import straggler_in_words
 from holdfast_operator.reconciler.observe.timestamps import micro_timestamp, seconds_of
 from holdfast_operator.reconciler.observe.views import (
@@ -105,6 +106,7 @@ def status_of(
     started = previous.get("startedAt") or (clocks.text(now) if membership is not None else None)
     traffic = traffic_of(observed, membership)
     kept = kept_until(job, state)
+    slow = _slow_ranks(observed, state) if phase is Phase.RUNNING else ()
     return _document(
         JobStatus(
             phase=phase,
@@ -132,7 +134,8 @@ def status_of(
             members=_members(observed, membership, pods),
             joining=_joining(observed, state.joining, pods),
             last_recoveries=tuple(_recovery(each) for each in recoveries[-RECOVERIES_SHOWN:]),
-            stragglers=_stragglers(state),
+            stragglers=_stragglers(membership, slow),
+            straggler_count=len(slow) or None,
             token_loss=None if state.losses is None else _token_loss(state.losses),
             experts=None if state.plan is None else _experts(state.plan),
             pace=_pace(measured_pace(job, observed, membership)),
@@ -320,14 +323,24 @@ def _failure(failure: TrainerFailure) -> FailureStatus:
     )
 
 
-def _stragglers(state: ControlState) -> tuple[StragglerStatus, ...] | None:
-    """The ranks that are slow in the present epoch; None without any, so that no status of a job
-    that is well changes."""
+def _slow_ranks(observed: ClusterView, state: ControlState) -> tuple[Straggler, ...]:
+    """The ranks for which others wait in the present epoch, the slowest first."""
     membership, watch = state.membership, state.straggling
-    if membership is None or watch.epoch != membership.epoch:
+    if membership is None or watch.epoch != membership.epoch or not watch.stragglers:
+        return ()
+    at_work = {rank.rank for rank in ranks_in(observed, membership) if rank.at_work}
+    return tuple(each for each in watch.stragglers if each.rank in at_work)
+
+
+def _stragglers(
+    membership: Membership | None, slow: Sequence[Straggler]
+) -> tuple[StragglerStatus, ...] | None:
+    """The slowest of the `slow` ranks; None without any, so that no status of a job that is well
+    changes."""
+    if membership is None:
         return None
     found = []
-    for each in watch.stragglers[:STRAGGLERS_SHOWN]:
+    for each in slow[:STRAGGLERS_SHOWN]:
         member = membership.member(membership.member_of(each.rank))
         found.append(
             StragglerStatus(

@@ -17,10 +17,11 @@ The default rules end with `Any`, so that by default every exit code leads to a 
 that counts: a Python traceback (code 1) may be a bug, or a lost connection. The exception is the
 code with which trainers end because protection is required and refused: only a rule that names it
 lets the job try again. A launcher whose node failed a check is replaced like a lost node, unless a
-rule names its code. Without a rule that
-matches an exit code, codes 1 to 127 are permanent and fail the job, except those in `RETRYABLE`;
-codes from 128 on (signals) lead to a restart in place. So does any other cause without a rule (its
-node is replaced if that is lost), and it counts.
+rule names its code.
+
+Without a rule that matches an exit code, codes 1 to 127 are permanent and fail the job, except
+those in `RETRYABLE`; codes from 128 on (signals) lead to a restart in place. So does any other
+cause without a rule (its node is replaced if that is lost), and it counts.
 
 Ranks also exit with code 1 when another one dies. A rule that fails the job on it applies only
 where nothing else explains it (`reconciler.evidence.principal`).

@@ -2,12 +2,15 @@
 
 The times of all ranks are judged in `holdfast_core.stragglers`; `failurePolicy.onStraggler` says
 what follows. A straggler is reported by an event and in the status. Its node is blamed once in an
-epoch, if all stragglers are on one node: what several nodes have in common is none of theirs.
+epoch, in a round in which no other node has a straggler, or soon may: what several nodes have in
+common is none of theirs.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+
+from msgspec import structs
 
 from holdfast_core.job.parsing import OnStraggler
 from holdfast_core.node_failures import FailureKind
@@ -44,28 +47,25 @@ def note_stragglers(
         if again:
             text += f"; member {min(again)} was slow on another node, too, and stays on this one"
         result = result.post(EventReason.STRAGGLER, text, warning=True)
-        result = result.blame(*_blamed(state, membership, watch))
     if passed := known.difference(each.rank for each in watch.stragglers):
         text = f"{ranks_in_words(passed)} no longer holds up the others"
         result = result.post(EventReason.STRAGGLER_PASSED, text)
-    return result
+    return _with_blame(observation, result, membership)
 
 
-def _blamed(
-    state: ControlState, membership: Membership, watch: StragglerWatch
-) -> tuple[BlamedNode, ...]:
-    """The one node of all stragglers, unless it was blamed before in this epoch, or its member was
-    slow on another node, too."""
-    member = slow_member(membership, watch)
-    if member is None or member in state.replaced_stragglers:
-        return ()
-    if not state.straggling.named.isdisjoint(membership.ranks_of(member)):
-        return ()
+def _with_blame(observation: Observation, result: RuleResult, membership: Membership) -> RuleResult:
+    """`result`, which blames the node of the slow member, unless it was blamed before in this
+    epoch, or the member was slow on another node, too."""
+    state, watch = result.state, result.state.straggling
+    member = slow_member(observation.job, membership, watch)
+    if member is None or member in state.replaced_stragglers | watch.blamed:
+        return result
     blamed = BlamedNode(
         node=membership.member(member).node,
         kind=FailureKind.STRAGGLING,
         epoch=membership.epoch,
-        # A rank that is slow on several nodes, such as one that logs, counts against none of them.
-        essence=f"slow rank {watch.stragglers[0].rank}",
+        # A member that is slow on several nodes, as one that logs, counts against none of them.
+        essence=f"slow member {member}",
     )
-    return (blamed,)
+    watch = structs.replace(watch, blamed=watch.blamed | {member})
+    return replace(result, state=replace(state, straggling=watch)).blame(blamed)

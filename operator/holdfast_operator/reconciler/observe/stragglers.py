@@ -20,10 +20,17 @@ def straggler_in_words(membership: Membership, straggler: Straggler) -> str:
     )
 
 
-def slow_member(membership: Membership, watch: StragglerWatch) -> int | None:
-    """The one member of all stragglers; None without any, and if they are on several nodes."""
-    members = {membership.member_of(each.rank) for each in watch.stragglers}
-    return members.pop() if len(members) == 1 and watch.epoch == membership.epoch else None
+def slow_member(job: MoETrainingJob, membership: Membership, watch: StragglerWatch) -> int | None:
+    """The one member that is slow now, to be blamed or moved.
+
+    None while ranks of several members are named or may soon be: what they have in common is none
+    of their nodes'. None either while members are missing, because then Holdfast may itself divide
+    a batch unevenly."""
+    if watch.epoch != membership.epoch or len(membership.members) < job.spec.nodes:
+        return None
+    members = {membership.member_of(rank) for rank in watch.suspects}
+    is_slow = any(map(watch.is_slow_now, watch.suspects))
+    return members.pop() if len(members) == 1 and is_slow else None
 
 
 def member_to_move(
@@ -36,7 +43,7 @@ def member_to_move(
     policy = job.spec.failure_policy.on_straggler
     if policy is not OnStraggler.REPLACE or job.spec.redundancy.type is Redundancy.NONE:
         return None
-    member, saved = slow_member(membership, state.straggling), state.saved
+    member, saved = slow_member(job, membership, state.straggling), state.saved
     if member is None or member in state.replaced_stragglers:
         return None
     moved_at = state.straggler_replaced_at

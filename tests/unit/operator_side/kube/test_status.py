@@ -19,13 +19,16 @@ from holdfast_cli.commands.show import status_view
 from holdfast_cli.commands.story import story_of
 from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import JobStatus
 from holdfast_core.states import RestoreSource
 from holdfast_core.stragglers import ROUNDS, StepTimes
 from holdfast_operator.kube.client.api import ApiError, Object
 from holdfast_operator.kube.client.resources import JOBS, Resource
 from holdfast_operator.kube.client.times import ClockPair
+from holdfast_operator.kube.job.fleet import _slow
 from holdfast_operator.kube.job.status import (
+    STRAGGLERS_SHOWN,
     conditions_of,
     essence,
     recoveries_of,
@@ -55,8 +58,8 @@ def status(world: World, previous: Object | None = None, **changes: object) -> O
     )
 
 
-def running() -> World:
-    world = World(virtual_job())
+def running(job: MoETrainingJob | None = None) -> World:
+    world = World(job or virtual_job())
     world.settle(3.0)
     return world
 
@@ -485,3 +488,49 @@ def test_slow_ranks_are_in_the_status_and_shown_until_they_keep_pace() -> None:
     told = story_of("llm", found, ())
     assert "What wants attention:" in told and "its data loader is slow" in " ".join(told.split())
     assert text not in str(essence(found))
+
+
+def with_slow_ranks(world: World, *slow: int) -> World:
+    """`world` after rounds in which all other ranks waited for the `slow` ones."""
+    for number in range(1, ROUNDS + 2):
+        world.times = {
+            rank: StepTimes(
+                window=number,
+                steps=10,
+                step_s=1.5,
+                own_s=1.5 if rank in slow else 1.0,
+                wait_s=0.0 if rank in slow else 0.5,
+            )
+            for rank in range(world.job.world_size)
+        }
+        world.look()
+    return world
+
+
+def test_slow_ranks_are_counted_also_where_not_all_of_them_are_shown() -> None:
+    world = with_slow_ranks(running(virtual_job(nproc=16)), *range(20))
+    found = status(world)
+    assert found["stragglerCount"] == 20 and len(found["stragglers"]) == STRAGGLERS_SHOWN
+    assert _slow(found) == 20 and _slow({}) == 0
+
+
+@pytest.mark.parametrize("end", ["complete", "suspended", "lost", "closed"])
+def test_a_job_that_does_not_train_has_no_slow_ranks(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = with_slow_ranks(running(), 3)
+    assert len(status(world)["stragglers"]) == 1
+    heard = world.observed()
+    if end == "complete":
+        world.finish()
+    elif end == "suspended":
+        world.job = virtual_job(suspend=True)
+    elif end == "lost":
+        world.kill_node("n1")
+    else:
+        world.sessionless = set(range(4))
+    world.settle(20.0)
+    assert not {"stragglers", "stragglerCount"} & status(world).keys()
+    if end != "closed":  # daemons that are silent since have last seen the ranks at work
+        monkeypatch.setattr(world, "observed", lambda: heard)
+        assert not {"stragglers", "stragglerCount"} & status(world).keys()

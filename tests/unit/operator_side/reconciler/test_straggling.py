@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 from virtual_world import WALL, World, make_job, running
 
-from holdfast_core.node_failures import FailureKind, NodeFailure
+from holdfast_core.node_failures import REPEAT_S, FailureKind, NodeFailure
 from holdfast_core.stragglers import ROUNDS, Cause, StepTimes
 from holdfast_operator.reconciler.observe.stragglers import COOL_DOWN_S
 
 
-def train(world: World, rounds: int, *slow: int, began: int = 0, protect: bool = True) -> None:
-    """Let ranks train for some rounds, in each of which all others wait for the `slow` ones."""
+def train(
+    world: World,
+    rounds: int,
+    *slow: int,
+    began: int = 0,
+    protect: bool = True,
+    silent: Collection[int] = (),
+) -> None:
+    """Let ranks train for some rounds, in each of which all others wait for the `slow` ones; the
+    `silent` ones report no times."""
     for number in range(began + 1, began + rounds + 1):
         world.times = {
             rank: StepTimes(
@@ -25,6 +34,7 @@ def train(world: World, rounds: int, *slow: int, began: int = 0, protect: bool =
                 processor_s=0.13 if rank in slow else 0.1,
             )
             for rank in range(world.job.world_size)
+            if rank not in silent
         }
         world.train(world.step + 10, protect=protect)
         world.look()
@@ -70,6 +80,84 @@ def test_slow_ranks_on_two_nodes_count_against_neither() -> None:
     train(world, ROUNDS + 3, 2, 5)
     assert len(world.messages("Straggler")) == 1 and "; rank 5" in world.messages("Straggler")[0]
     assert kinds(world) == {} and world.membership.epoch == 1
+
+
+@pytest.mark.parametrize("action", ["Report", "Replace"])
+def test_the_first_of_two_slow_nodes_is_not_to_blame(action: str) -> None:
+    world = running(make_job(8, onStraggler=action))
+    train(world, 1, 2)
+    train(world, 2 * ROUNDS, 2, 5, began=10)
+    assert len(world.messages("Straggler")) == 2
+    assert kinds(world) == {} and world.membership.epoch == 1
+
+
+@pytest.mark.parametrize("action", ["Report", "Replace"])
+def test_a_node_is_blamed_once_the_other_keeps_pace(action: str) -> None:
+    world = running(make_job(8, onStraggler=action))
+    train(world, 2, 2)
+    train(world, ROUNDS - 2, 2, 5, began=10)
+    assert kinds(world) == {} and len(world.messages("Straggler")) == 1
+    train(world, 1, 2, began=20)
+    assert kinds(world) == {"n2": ["Straggling"]}
+    assert world.membership.epoch == (2 if action == "Replace" else 1)
+
+
+def test_nodes_that_were_slow_together_are_not_blamed_one_after_the_other() -> None:
+    world = running(make_job(8, onStraggler="Replace"))
+    train(world, ROUNDS, 2, 5)
+    train(world, 1, 2, began=10)
+    train(world, 2 * ROUNDS, began=20)  # rank 5 is forgiven a round before rank 2
+    assert len(world.messages("StragglerPassed")) == 2
+    assert kinds(world) == {} and world.membership.epoch == 1
+
+
+def test_a_node_that_is_slow_before_and_after_a_restart_counts_once() -> None:
+    world = running()
+    train(world, ROUNDS, 2)
+    world.restart()
+    world.now += 2 * REPEAT_S
+    world.settle(2.0)
+    train(world, ROUNDS + 1, 2, began=50)
+    assert len(world.messages("Straggler")) == 2 and world.membership.epoch == 1
+    assert kinds(world) == {"n2": ["Straggling"]}
+
+
+def test_a_rank_without_times_is_not_said_to_keep_pace() -> None:
+    world = running()
+    train(world, ROUNDS, 2)
+    train(world, 2 * ROUNDS, began=50, silent={2})
+    assert world.messages("StragglerPassed") == []
+    train(world, ROUNDS, began=100)
+    assert world.messages("StragglerPassed") == ["rank 2 no longer holds up the others"]
+
+
+@pytest.mark.parametrize("action", ["Report", "Replace"])
+def test_a_job_with_missing_members_blames_and_moves_nobody(action: str) -> None:
+    """Its ranks may have parts of a batch that differ."""
+    world = running(make_job(5, spares=1, onStraggler=action, spec={"minNodes": 3}))
+    world.kill_node("n5")
+    world.settle(20.0)
+    world.kill_node("n4")
+    world.settle(60.0)
+    assert len(world.membership.members) == 4 and world.phase() == "Running"
+    world.revive_daemon("n5")
+    world.record, epoch = {}, world.membership.epoch
+    train(world, ROUNDS, 2)
+    assert len(world.messages("Straggler")) == 1
+    assert kinds(world) == {} and world.membership.epoch == epoch
+
+
+def test_a_member_that_is_slow_wherever_it_is_counts_against_no_node_whichever_rank() -> None:
+    world = running(make_job(nproc=4))
+    train(world, ROUNDS, 8)
+    assert world.rating("n2").score > 0
+    world.kill_node("n2")
+    world.settle(20.0)
+    world.record = {node: found for node, found in world.record.items() if node != "n4"}
+    assert world.nodes_of_members()[2] == "n4"
+    world.train(50)
+    train(world, ROUNDS + 1, 9, began=50)
+    assert "Straggling" in kinds(world)["n4"] and world.rating("n4").score == 0.0
 
 
 def test_a_job_may_ignore_them() -> None:
