@@ -12,7 +12,6 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from holdfast._agree.exchange import Alone, Exchange, make_exchange
 from holdfast._agree.interval import DueSaves, SaveInterval
@@ -38,7 +37,7 @@ from holdfast._stacks import offer_stack
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
 from holdfast._state.conventions import Seats, UnitNamer
-from holdfast._state.dtensors import raw
+from holdfast._state.dtensors import is_dtensor, raw
 from holdfast._state.flat import FlatTensor, gathered_shapes
 from holdfast._state.groups import check_optimizers
 from holdfast._state.nested import check_nested, notices_steps, with_nested
@@ -354,7 +353,7 @@ def _check_seats(model: nn.Module, topology: Topology | None, settings: Settings
         InvalidJobError: ranks have different parts of a parameter, or the topology says so; or
             snapshots are windows.
     """
-    sharded = (name for name, one in model.named_parameters() if isinstance(one, DTensor))
+    sharded = (name for name, one in model.named_parameters() if is_dtensor(one))
     if (first := next(sharded, None)) is not None:
         raise InvalidJobError(
             f"the experts of holdfast.moe may be on any rank, and every rank has all other state, "

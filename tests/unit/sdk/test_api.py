@@ -41,7 +41,12 @@ def test_everything_public_is_in_the_package_itself() -> None:
 
 def test_importing_it_imports_nothing_that_a_trainer_may_not_use() -> None:
     """Each of these takes about a second, in every new process of a recovery."""
-    heavy = {"torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"}
+    heavy = {
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "torch.distributed.tensor",
+    }
     program = (
         "import sys, torch; before = set(sys.modules); import holdfast, holdfast.elastic; "
         "print(*(sys.modules.keys() - before))"
