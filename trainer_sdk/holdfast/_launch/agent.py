@@ -227,6 +227,8 @@ class HoldfastAgent(LocalElasticAgent):
         place of those that were not kept."""
         spec, lanes = worker_group.spec, worker_group.spec.local_world_size
         missing = set(range(lanes)) - joined.kept
+        # A worker that was still being started when the node moved again has outlived the move.
+        self._workers.kill(missing & self._workers.running().keys())
         # The control loop needs to know of workers that were killed for lack of memory, even now.
         self._workers.poll_dead(missing)
         for lane, failure in self._workers.failures().items():

@@ -118,8 +118,8 @@ class NodeWorkers:
                 self._results[lane] = result
 
     def poll_dead(self, lanes: Collection[int]) -> None:
-        """Poll until the results of `lanes` are known, whose workers are dead or dying: the fork
-        server that reads their exit codes takes a moment."""
+        """Poll until the results of `lanes` are known, at most `REAP_S`: the fork server that reads
+        their exit codes takes a moment. Their workers must have ended, or have been killed."""
         until = time.monotonic() + REAP_S
         self.poll()
         while self._contexts.keys() & set(lanes) - self._results.keys():

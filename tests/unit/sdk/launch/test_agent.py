@@ -29,7 +29,7 @@ from holdfast._launch.agent import (
     HoldfastAgent,
 )
 from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
-from holdfast._launch.workers import CLOSE_S
+from holdfast._launch.workers import CLOSE_S, REAP_S
 from holdfast_core.errors import UnreachableError
 from holdfast_core.inspections import InspectedProcess
 from holdfast_core.states import EndReason
@@ -553,6 +553,25 @@ def test_a_worker_that_died_just_before_its_node_moved_is_reported(
         os.kill(forking, signal.SIGCONT)
     assert here.daemon.exits == [(1, 1, 137)]
     assert replaced(here, before) == [1]
+
+
+def test_a_worker_that_was_being_started_when_its_node_moved_again_is_replaced_at_once(
+    worlds: Worlds, node: Callable[..., Node]
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds), forked=True, lanes=len(LANES))
+    before = here.agent.start()
+    here.daemon.kept_lanes[2] = set(LANES) - {1, 3}
+    here.rendezvous.kill = lambda lanes=None: None  # the move has not seen worker 1
+    os.kill(before[3], signal.SIGKILL)
+    until(lambda: 3 not in here.agent.running_workers())
+    worlds.begin(2)
+    worlds.wait(partial(_is_in, here, 2))
+    began_s = time.monotonic()
+    assert here.agent.state() is WorkerState.HEALTHY
+    assert time.monotonic() - began_s < REAP_S
+    assert here.daemon.exits == [(1, 3, 137)], "worker 1 has not failed"
+    assert replaced(here, before) == [1, 3]
 
 
 def test_a_kept_worker_that_does_not_arrive_is_killed_alone(
