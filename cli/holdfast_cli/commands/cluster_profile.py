@@ -11,7 +11,8 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from holdfast_cli.commands.catalogue_places import DAEMONS
@@ -34,7 +35,9 @@ from holdfast_operator.kube.client.resources import JOBS, PODS
 if TYPE_CHECKING:
     from holdfast_operator.kube.client.api import Api
 
-POLL_S = 0.2
+POLL_S = 1.0
+METRICS_S = 10.0
+"""Longest wait for the metrics of one daemon."""
 AT_ONCE = 8
 """Daemons that are asked at the same time."""
 PORT = "http"
@@ -66,8 +69,13 @@ async def _profile(api: Api, options: argparse.Namespace) -> int:
     step_s = measured_step_s(
         await _steps(api, options, job, daemons[nodes[0]] if daemons else None), options.seconds
     )
-    figures = await _all_figures(api, options, job, daemons)
-    status = (await api.get(JOBS, options.namespace, options.job)).get("status") or {}
+    figures = await _all_figures(api, options, job, list(daemons.values()))
+    before, status = status, (await api.get(JOBS, options.namespace, options.job)).get("status")
+    if not status or status.get("epoch") != before.get("epoch"):
+        raise InvalidJobError(
+            f"job {name} had to recover, or changed its nodes, while it was measured; profile it "
+            f"again while it is Running"
+        )
     print_profile(made_profile(job, status, step_s, figures), figures)
     return 0
 
@@ -78,7 +86,7 @@ def made_profile(
     """The profile without rates.
 
     Args:
-        status: the job's `.status`.
+        status: the job's `.status`; a job that goes on with fewer nodes has fewer members.
         figures: of the daemons of all members; empty where they cannot be read.
     """
     model = job.spec.model
@@ -90,14 +98,14 @@ def made_profile(
         expert_bytes = experts // (model.num_experts * model.num_moe_layers)
         other_bytes = captured - experts
     return JobProfile(
-        gpus=job.world_size,
+        gpus=len(status.get("members") or ()) * job.spec.nproc_per_node or job.world_size,
         step_s=step_s,
         expert_bytes=expert_bytes,
         other_bytes=other_bytes,
         experts_per_layer=model.num_experts if model is not None else None,
         moe_layers=model.num_moe_layers if model is not None else None,
         restart_s=measured_restart_s(
-            # From noticing a loss until all ranks were at work again.
+            # From the decision to recover until all ranks were at work again.
             recovery["seconds"]
             for recovery in status.get("lastRecoveries") or []
             if recovery.get("seconds") is not None
@@ -114,16 +122,23 @@ async def _daemons(
 
     try:
         pods = (await api.list(PODS, options.system_namespace, labelSelector=DAEMONS))["items"]
-        found = {
-            str(pod["spec"]["nodeName"]): (str(pod["metadata"]["name"]), port)
+        here = {
+            str(pod["spec"]["nodeName"]): pod
             for pod in pods
             if pod["spec"].get("nodeName") in nodes and "deletionTimestamp" not in pod["metadata"]
-            for port in _ports(pod)
         }
-        without = sorted(set(nodes) - found.keys())
+        without = sorted(set(nodes) - here.keys())
         if without or not nodes:
             raise ApiError(f"no daemon is on {', '.join(without) or 'any node'}", status=0)
-        await _metrics(api, options, *found[nodes[0]])
+        found = {
+            node: (str(pod["metadata"]["name"]), port)
+            for node, pod in here.items()
+            for port in _ports(pod)
+        }
+        if closed := sorted(str(here[one]["metadata"]["name"]) for one in here.keys() - found):
+            raise ApiError(f"pods {', '.join(closed)} have no port named {PORT}", status=0)
+        # Learn now, rather than when the steps have been timed, that one of them cannot be reached.
+        await _all_metrics(api, options, list(found.values()))
     except ApiError as error:
         print(
             f"holdfast: the daemons' metrics are left out, and steps are timed by the job's "
@@ -169,19 +184,34 @@ async def _all_figures(
     api: Api,
     options: argparse.Namespace,
     job: MoETrainingJob,
-    daemons: Mapping[str, tuple[str, int]],
+    daemons: Sequence[tuple[str, int]],
 ) -> list[NodeFigures]:
     full = job.spec.snapshot.policy.type is PolicyType.FULL
+    return [
+        # The bytes that a daemon has fetched for protection are those of all its jobs.
+        replace(figures_in(text, job.key, None if full else 0), protection_bytes=0, encode_s=0)
+        for text in await _all_metrics(api, options, daemons)
+    ]
+
+
+async def _all_metrics(
+    api: Api, options: argparse.Namespace, daemons: Sequence[tuple[str, int]]
+) -> list[str]:
     limit = asyncio.Semaphore(AT_ONCE)
 
-    async def figures(pod: str, port: int) -> NodeFigures:
+    async def metrics(pod: str, port: int) -> str:
         async with limit:
-            text = await _metrics(api, options, pod, port)
-        return figures_in(text, job.key, None if full else 0)
+            return await _metrics(api, options, pod, port)
 
-    return list(await asyncio.gather(*(figures(*daemon) for daemon in daemons.values())))
+    return list(await asyncio.gather(*(metrics(*daemon) for daemon in daemons)))
 
 
 async def _metrics(api: Api, options: argparse.Namespace, pod: str, port: int) -> str:
+    from holdfast_operator.kube.client.api import ApiError  # noqa: PLC0415
+
     lines = api.lines(PODS, options.system_namespace, f"{pod}:{port}", "proxy/metrics")
-    return "\n".join([line async for line in lines]) + "\n"
+    try:
+        async with asyncio.timeout(METRICS_S):
+            return "\n".join([line async for line in lines]) + "\n"
+    except TimeoutError as error:
+        raise ApiError(f"{pod} has not sent its metrics in {METRICS_S:g} s", status=0) from error
