@@ -296,7 +296,13 @@ def job_setting(
     costs = replace(costs, interval_steps=steps)
     if isinstance(policy, LossyPolicy):
         costs = replace(costs, loss_limit=policy.loss_limit)
-    return JobSetting(kind=kind, costs=costs, workload=workload, cluster=cluster)
+    return JobSetting(
+        kind=kind,
+        costs=costs,
+        workload=workload,
+        cluster=cluster,
+        windows_as_full=kind is PolicyKind.FEWER and isinstance(policy, SparseWindows),
+    )
 
 
 def _kinds_of(text: str) -> tuple[PolicyKind, ...]:

@@ -48,6 +48,8 @@ class JobSetting:
     costs: AssumedCosts
     workload: Workload
     cluster: Cluster
+    windows_as_full: bool = False
+    """Whether the job's snapshots are windows, and its kind has whole ones in their place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +84,8 @@ class Levers:
     ettr: float
     every_steps: int
     levers: tuple[Lever, ...]
+    windows_as_full: bool = False
+    """See `JobSetting`."""
 
 
 def compare_levers(
@@ -130,6 +134,7 @@ def compare_levers(
         ettr=statistics.fmean(run.ettr for run in base),
         every_steps=_every(model),
         levers=tuple(sorted(levers, key=lambda lever: (-lever.gain, lever.change))),
+        windows_as_full=job.windows_as_full,
     )
 
 
@@ -146,7 +151,7 @@ def _changes(
     job: JobSetting, possible: frozenset[PolicyKind], rate_s: float, stay_restart_s: float | None
 ) -> Iterator[tuple[str, JobSetting]]:
     costs, cluster = job.costs, job.cluster
-    if costs.interval_steps and job.kind not in WINDOWED:
+    if costs.interval_steps and job.kind not in WINDOWED and not job.windows_as_full:
         changed = replace(costs, interval_steps=0)
         yield f"snapshot.interval.steps: {AUTO}", replace(job, costs=changed)
     yield from _policies(job, possible)

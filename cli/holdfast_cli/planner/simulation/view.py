@@ -202,6 +202,8 @@ def lever_view(levers: Levers) -> Text:
     """The change that gains most, in words, and the next ones; or that none does."""
     at = "with the trace" if levers.mtbf_s is None else f"at {duration_text(levers.mtbf_s)}"
     every = f"W = {levers.every_steps}" if levers.kind in WINDOWED else _steps(levers.every_steps)
+    if levers.windows_as_full:
+        every += "; its windows are simulated as Full"
     as_is = f"As it is ({levers.kind}, {every}), the job has ETTR {levers.ettr:.3f} {at}."
     gaining = [lever for lever in levers.levers if lever.counts]
     if not gaining:
