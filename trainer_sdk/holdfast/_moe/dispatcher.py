@@ -15,17 +15,12 @@ from enum import StrEnum
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from holdfast._elastic.world import WorldGroup
 from holdfast._moe.exchanging import ExchangedRows, PermutedRows, SpreadRows, add_rows, inverse_of
 from holdfast_core.elastic_experts.dispatching import flows
 from holdfast_core.elastic_experts.plans import ExpertPlan
 from holdfast_core.errors import InvalidJobError
-
-_ACTIVE_DDP = "_active_ddp_module"
-"""Attribute of the class by which torch knows the DDP whose forward pass runs."""
-
 
 class Order(StrEnum):
     """Order in which a token's K rows are added."""
@@ -123,16 +118,7 @@ class Dispatcher:
 
         Args:
             expert_NK: [N, K], the experts that each token of this rank has chosen.
-
-        Raises:
-            InvalidJobError: within the forward pass of a `DistributedDataParallel`.
         """
-        if getattr(DistributedDataParallel, _ACTIVE_DDP, None) is not None:
-            raise InvalidJobError(
-                "DistributedDataParallel averages the gradients of experts in seats as if all "
-                "ranks had the same experts: leave it out, and sum gradients with "
-                "holdfast.moe.SummedGradients"
-            )
         device, experts = expert_NK.device, len(self._copies)
         expert_P = expert_NK.reshape(-1)
         own = torch.zeros(experts, dtype=torch.int64, device=device)

@@ -9,9 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import xxhash
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast._elastic.world import WorldGroup
-from holdfast._moe.dispatcher import Dispatcher, TokenRoute
+from holdfast._moe.dispatcher import IN_ONE_REDUCTION, Additions, Dispatcher, TokenRoute
 from holdfast._moe.modules import MakeExpert, SeatedModules
 from holdfast._moe.seats import ExpertSeats
 from holdfast_core.elastic_experts.loads import LoadHistory
@@ -19,6 +20,8 @@ from holdfast_core.elastic_experts.moving import seats_after
 from holdfast_core.elastic_experts.plans import ExpertPlan
 from holdfast_core.errors import InvalidJobError
 
+_ACTIVE_DDP = "_active_ddp_module"
+"""Attribute of the class by which torch knows the DDP whose forward pass runs."""
 _ALIGNED_BYTES = 16
 """Rows of a grouped matrix product start at multiples of this."""
 _CUDA_CAPABILITY = (8, 0)
@@ -158,6 +161,26 @@ class ExpertLayer(nn.Module):
         capturers, rank = self.plan.capturers[self.layer], self.dispatcher.rank
         return frozenset(expert for expert, one in enumerate(capturers) if one == rank)
 
+    def route(self, expert_NK: torch.Tensor, additions: Additions = IN_ONE_REDUCTION) -> TokenRoute:
+        """Find the way of each token; see `Dispatcher.route`. Collective.
+
+        Raises:
+            InvalidJobError: a `DistributedDataParallel` will average the gradients of the experts.
+        """
+        averaging = getattr(DistributedDataParallel, _ACTIVE_DDP, None)
+        if (
+            averaging is not None
+            and torch.is_grad_enabled()
+            and dist.get_world_size(averaging.process_group) > 1
+            and any(parameter.requires_grad for parameter in self.experts.parameters())
+        ):
+            raise InvalidJobError(
+                "DistributedDataParallel averages the gradients of experts in seats as if all "
+                "ranks had the same experts: leave it out, and sum gradients with "
+                "holdfast.moe.SummedGradients"
+            )
+        return self.dispatcher.route(expert_NK, additions)
+
     def note_tokens(self, route: TokenRoute) -> None:
         """Count the tokens of a batch."""
         self.tokens_E = route.tokens.sum(0).tolist()
@@ -223,7 +246,7 @@ class MoELayer(ExpertLayer):
             x_ND: [N, D], the tokens of this rank; N may differ between ranks, and may be 0.
         """
         probs_NE, weights_NK, expert_NK = self.gate(x_ND)
-        route = self.dispatcher.route(expert_NK)
+        route = self.route(expert_NK)
         answers = self.experts(self.dispatcher.dispatch(x_ND, route), route.seat_rows)
         out_ND = self.dispatcher.combine(answers, route, weights_NK.to(x_ND.dtype))
         self.note_tokens(route)

@@ -104,7 +104,7 @@ class PlacedExperts(ExpertLayer, ExpertSeats):
         """
         config = getattr(self._template[0], "config", None)
         way = getattr(config, "_experts_implementation", None) or "eager"
-        route = self.dispatcher.route(top_k_index, _ADDITIONS.get(way, Additions()))
+        route = self.route(top_k_index, _ADDITIONS.get(way, Additions()))
         answers = self._answers(self.dispatcher.dispatch(hidden_states, route), route.seat_rows)
         out_ND = self.dispatcher.combine(answers, route, top_k_weights)
         self.note_tokens(route)

@@ -200,9 +200,18 @@ def test_what_does_not_fit_copies_is_refused(tmp_path: Path) -> None:
 
 def wrapped(rank: int, port: int) -> None:
     world, group = join(rank, port, 3)
+    tokens = UNEVEN.tokens(torch.float32)[rank]
     averaged = DistributedDataParallel(make_layer(UNEVEN, group, torch.float32))
     with pytest.raises(InvalidJobError, match="leave it out, and sum gradients with"):
-        averaged(UNEVEN.tokens(torch.float32)[rank])
+        averaged(tokens)
+    # Where no gradient of an expert is averaged, it may stay.
+    with torch.no_grad():
+        averaged(tokens)
+    alone = [dist.new_group([one]) for one in range(3)][rank]
+    DistributedDataParallel(make_layer(UNEVEN, group, torch.float32), process_group=alone)(tokens)
+    frozen = make_layer(UNEVEN, group, torch.float32)
+    frozen.experts.requires_grad_(False)
+    DistributedDataParallel(frozen)(tokens)
     model = nn.ModuleDict({"moe": make_layer(UNEVEN, group, torch.float32)})
     model["dense"] = nn.Linear(DIM, DIM)
     fully_shard(model["dense"])
