@@ -387,7 +387,7 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
         reform = (
             () if policy.reform_seconds == REFORM_S else ("--reform-s", str(policy.reform_seconds))
         )
-        return (*reform, *["--check-node"][: policy.check_nodes])
+        return (*reform, "--check-node") if policy.check_nodes else reform
 
     @property
     def variables(self) -> dict[str, str]:
