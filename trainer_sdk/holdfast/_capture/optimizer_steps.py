@@ -232,6 +232,8 @@ class OptimizerSteps:
             for room in rooms:
                 if any(slot in schedule.frames(unit) for unit in room.units):
                     self._stage(room)
+                elif room.parameter.grad is None:  # A stack counts one step for all of its slices.
+                    taken.without.append(room.name)
         if self._trials is not None:
             self._trials += _trials(optimizer, self._live)
         self._window, self._left[index] = schedule.window, {}
