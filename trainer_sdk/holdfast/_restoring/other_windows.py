@@ -8,7 +8,7 @@ ranks say of each step is merged for the parameters of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from holdfast._restoring.repeating import OptimizerReplay
 from holdfast._restoring.replay import frame_source
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.extras import decode_extras, encode_extras
-from holdfast_core.errors import CorruptError
+from holdfast_core.errors import CorruptError, LayoutMismatchError
 from holdfast_core.snapshots.layouts import Layout, TensorRole
 from holdfast_core.topology import Topology
 
@@ -65,6 +65,7 @@ def plan_frames(
     live: LiveState,
     topology: Topology,
     rank: int,
+    state: Mapping[int, tuple[PayloadRange, ...]],
     merge: MergeExtras,
 ) -> WindowFrames:
     """Make room for the frames of a window, and find their bytes.
@@ -73,11 +74,13 @@ def plan_frames(
         records: of all old ranks.
         alike: old ranks with this rank's place in tensor and pipeline parallelism.
         was: topology of the old ranks.
+        state: all bytes of the state itself, by the rank that captured them.
         merge: makes the extras of a step.
 
     Raises:
         CorruptError: old ranks captured different windows.
-        LayoutMismatchError: as for `local_tensors`.
+        LayoutMismatchError: as for `local_tensors`; or a parameter comes from ranks of which only
+            some had a gradient of it.
     """
     record = records[alike[0]]
     for old, other in records.items():
@@ -93,16 +96,22 @@ def plan_frames(
             )
     at, schedule = topology.coordinates(rank), record.schedule
     # Each slot's frame is found as if its gradients were the parameters themselves.
+    frames = {
+        old: frames_of(layout, schedule, records[old].state_end)
+        for old, layout in layouts.items()
+        if was.coordinates(old).pp == at.pp
+    }
     beside = {source.name: source for source in live.sources()}
     sources: dict[str, TensorSource] = {}
     ranges: dict[int, list[PayloadRange]] = {}
     gradients: list[dict[str, torch.Tensor]] = [{} for _ in record.slots]
     for slot in range(1, len(record.slots)):
         framed = {}
-        for old, layout in layouts.items():
-            frame = frames_of(layout, schedule, records[old].state_end)[slot]
-            entries = tuple(msgspec.structs.replace(e, role=TensorRole.COMPUTE) for e in frame)
-            framed[old] = replace(layout, entries=entries, casts=())
+        for old, of_old in frames.items():
+            entries = tuple(
+                msgspec.structs.replace(e, role=TensorRole.COMPUTE) for e in of_old[slot]
+            )
+            framed[old] = replace(layouts[old], entries=entries, casts=())
         found: Mapping[str, LocalTensor] = local_tensors(
             live, assemble(framed, was, tp=at.tp, pp=at.pp)
         )
@@ -110,12 +119,17 @@ def plan_frames(
             source = frame_source(wanted, beside[name])
             sources[frame_name(slot, name)] = source
             gradients[slot][name] = source.tensor
-        for old, of_old in payload_ranges(found, framed).items():
+        for old, needed in payload_ranges(found, framed).items():
             ranges.setdefault(old, []).extend(
-                one._replace(tensor=frame_name(slot, one.tensor)) for one in of_old
+                one._replace(tensor=frame_name(slot, one.tensor)) for one in needed
             )
     held = {str(source.unit) for source in beside.values()}
-    merged = _merged(record, {old: records[old] for old in alike}, layouts, held, merge)
+    givers: dict[str, set[int]] = {}
+    for old, of_state in state.items():
+        for name in {one.tensor for one in of_state} & live.anchors.keys():
+            givers.setdefault(live.anchors[name].place.name, set()).add(old)
+    without = [_without(slot, records, givers) for slot in range(len(record.slots))]
+    merged = _merged(record, {old: records[old] for old in alike}, layouts, held, without, merge)
     return WindowFrames(
         sources=sources,
         ranges={old: tuple(sorted(of_old)) for old, of_old in ranges.items()},
@@ -123,23 +137,56 @@ def plan_frames(
     )
 
 
+def _without(
+    slot: int, records: Mapping[int, WindowRecord], givers: Mapping[str, Collection[int]]
+) -> list[str]:
+    """Names of parameters, or stacks, that had no gradient before the save of `slot`.
+
+    Args:
+        givers: each of them that this rank has → the old ranks that captured its parts.
+
+    Raises:
+        LayoutMismatchError: only some of these ranks had a gradient. Their experts in one stack
+            have one step of the optimizer, and one count of steps, from now on.
+    """
+    lacking = {
+        old: set(decode_extras(records[old].optimizer_steps[slot])["without"])
+        for old in set().union(*givers.values())
+    }
+    found = []
+    for name, olds in sorted(givers.items()):
+        those = sorted(old for old in olds if name in lacking[old])
+        if those and len(those) < len(olds):
+            other = min(set(olds) - set(those))
+            raise LayoutMismatchError(
+                f"{name} had a gradient on rank {other} and none on rank {those[0]} in step "
+                f"{records[other].first + slot}, so no optimizer can repeat that step for the "
+                f"parts of both, which are together in the present world. Give the job the number "
+                f"of nodes again that it had then, and let every rank compute a gradient of its "
+                f"experts in each step: zeros, if no token reaches them"
+            )
+        if those:
+            found.append(name)
+    return found
+
+
 def _merged(
     record: WindowRecord,
     of_alike: Mapping[int, WindowRecord],
     layouts: Mapping[int, Layout],
     held: Collection[str],
+    without: Sequence[Sequence[str]],
     merge: MergeExtras,
 ) -> WindowRecord:
     """The record for this rank, which holds the units `held`, from those of old ranks with its
-    place."""
+    place; `without` is of each step."""
     steps = range(len(record.slots))
     extras, taken = [], []
     for slot in steps:
         decoded = {old: decode_extras(one.extras[slot]) for old, one in of_alike.items()}
         extras.append(encode_extras(merge(decoded)))
-        of_all = [decode_extras(one.optimizer_steps[slot]) for one in of_alike.values()]
-        without = sorted({name for one in of_all for name in one["without"]})
-        taken.append(encode_extras({**of_all[0], "without": without}))
+        step = decode_extras(record.optimizer_steps[slot])
+        taken.append(encode_extras({**step, "without": list(without[slot])}))
     # A digest is of what one rank held of a unit: it says nothing where ranks held parts.
     divided = {e.unit for old in of_alike for e in layouts[old].entries if e.global_shape}
     digests: dict[str, int] = {}

@@ -247,9 +247,18 @@ def plan_world(
         chosen = rank
     extras = {old: decode_extras(offers[old].extras) for old in alike}
     put_back_groups(live, extras[chosen])
-    # Find the live tensors in the snapshots, and make room for them.
+    # Find the live tensors in the snapshots, and the frames of a window.
     tensors = assemble(layouts, was, tp=at.tp, pp=at.pp)
     found = local_tensors(live, tensors)
+    ranges = payload_ranges(found, layouts)
+    frames = None
+    if records := _windows_of(offers):
+        merge = partial(_extras_of_step, chosen, live)
+        frames = plan_frames(
+            records, layouts, tuple(alike), was, live, topology, rank, ranges, merge
+        )
+        ranges = frames.beside(ranges)
+    # Make room for them.
     own = with_all_values(extras[chosen], extras.values(), live)
     sources = make_room(live, wanted_of(found), own)
     states = {
@@ -257,18 +266,12 @@ def plan_world(
         for one in world.snapshots
         if readers[one.manifest.rank] == me
     }
-    ranges = payload_ranges(found, layouts)
-    # Find the frames of a window.
-    repeats = None
-    if records := _windows_of(offers):
-        merge = partial(_extras_of_step, chosen, live)
-        frames = plan_frames(records, layouts, tuple(alike), was, live, topology, rank, merge)
-        sources, repeats = {**sources, **frames.sources}, frames.repeats
-        ranges = frames.beside(ranges)
+    if frames is not None:
+        sources = {**sources, **frames.sources}
     return WorldPlan(
         sources=sources,
         ranges=ranges,
-        repeats=repeats,
+        repeats=None if frames is None else frames.repeats,
         extras=own,
         readers=readers,
         takes_over=frozenset(_old_ranks_of_place(was, topology, rank)),

@@ -173,13 +173,17 @@ class Rank:
             interval=DueSaves(),
         )
 
-    def train(self, step: int) -> None:
-        """One step with gradients that follow from names, and other statistics on each rank."""
+    def train(self, step: int, without: str = "") -> None:
+        """One step with gradients that follow from names, and other statistics on each rank; a
+        parameter `without` has none."""
         for source in self.live.discover():
             if source.name in self.live.anchors and ":" not in source.name:
                 anchor = self.live.anchors[source.name]
                 parameter = anchor.parameter
                 if "/master" in source.name:
+                    continue
+                if anchor.place.name == without:
+                    parameter.grad = None
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

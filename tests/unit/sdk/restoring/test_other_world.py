@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from stored import JOB, persist
 from worlds import OPTIMIZERS, WAIT_S, Net, Ranks, State, assert_restored, whole_state
 
+from holdfast._capture.window_records import WindowRecord, decode_record, encode_record
 from holdfast._daemon.client import OnProgress, RestoreDecision, RestoreRequest
+from holdfast._restoring.other_world import OtherWorld, SnapshotOffer
 from holdfast._state.capture import LiveState
 from holdfast.dcp import load_into
 from holdfast.testing import FakeDaemon
@@ -41,6 +44,7 @@ WORLDS = {
     "ep 2 to ep 1": (Topology(dp=4, ep=2), Topology(dp=3), [[0], [1], [2, 3]]),
     "ep 1 to ep 2": (Topology(dp=3), Topology(dp=4, ep=2), [[0], [1], [2], []]),
     "ep 4 to ep 2": (Topology(dp=4, ep=4), Topology(dp=2, ep=2), [[0, 2], [3, 1]]),
+    "ep 2 in another order": (Topology(dp=4, ep=2), Topology(dp=4, ep=2), [[2], [1], [0], [3]]),
     "two stages": (Topology(dp=2, pp=2), Topology(dp=1, pp=2), [[1, 0, 2], [3]]),
 }
 """Topologies of the old and the new world, and the old ranks that each new one reads."""
@@ -290,15 +294,23 @@ def test_another_way_to_cut_layers_is_refused(now: Topology, words: str, tmp_pat
     new.close()
 
 
+STACK = "layers.1.experts.w"
 WINDOWED = {"policy": SparseWindows(window=3, repeats=Repeats.OPTIMIZER)}
 
 
-def window_captured(directory: Path, topology: Topology, **case: Any) -> State:
-    """The state after step 4, which ends the window that a world of this topology captured."""
+def window_captured(
+    directory: Path, topology: Topology, without: Collection[int] = (), **case: Any
+) -> State:
+    """The state after step 4, which ends the window that a world of this topology captured.
+
+    Args:
+        without: ranks that have no gradient of `STACK` in step 3.
+    """
     old = Ranks(directory, topology, settings=WINDOWED | case.pop("settings", {}), **case)
     old.restore()
     for step in range(1, 5):  # the first save is whole
-        old.train(step)
+        for rank in old.ranks:
+            rank.train(step, STACK if step == 3 and rank.rank in without else "")
         handles = old.each(lambda rank, step=step: rank.session.save(step))  # type: ignore[misc]
         for handle in handles:
             handle.staged.result(WAIT_S)
@@ -321,6 +333,75 @@ def test_a_window_of_gradients_is_brought_to_its_last_step_by_another_world(
     new = go_on(tmp_path, name, **CASES[case])
     assert set(new.restore()) == {4}
     assert_restored(new, saved)
+    new.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [("ep 2 to ep 1", range(4)), ("ep 2 in another order", [1, 3])],
+)
+def test_a_stack_that_had_no_gradient_in_a_step_is_left_out_of_it(
+    name: str, without: Collection[int], tmp_path: Path
+) -> None:
+    """On all ranks, or on those that stay apart from the others. The restore compares digests."""
+    window_captured(tmp_path, WORLDS[name][0], without)
+    new = go_on(tmp_path, name)
+    assert set(new.restore()) == {4}
+    new.close()
+
+
+def test_parts_of_a_stack_are_refused_of_which_only_some_had_a_gradient(tmp_path: Path) -> None:
+    window_captured(tmp_path, WORLDS["ep 2 to ep 1"][0], [1, 3])
+    new = go_on(tmp_path, "ep 2 to ep 1")
+    before = new.states()
+    for error in new.errors():
+        assert isinstance(error, LayoutMismatchError)
+        assert f"{STACK} had a gradient on rank 0 and none on rank 1 in step 3" in str(error)
+    assert_untouched(new, before)
+    new.close()
+
+
+CHANGED: dict[str, tuple[Callable[[WindowRecord], WindowRecord | None], str]] = {
+    "another window": (
+        lambda record: msgspec.structs.replace(record, first=record.first - 1),
+        "ranks 0 and 1 captured windows of other steps or units: from step 2 and from step 1",
+    ),
+    "other digests": (
+        lambda record: msgspec.structs.replace(
+            record, digests={unit: digest ^ 1 for unit, digest in record.digests.items()}
+        ),
+        "ranks captured different states of",
+    ),
+    "no window": (lambda record: None, "only ranks [0] captured the generation as a window"),
+}
+"""What becomes of the record of rank 1, and the words of the error."""
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_ranks_that_did_not_capture_one_window_are_refused(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, words = CHANGED[what]
+    offers = OtherWorld.offers
+
+    def changed(world: OtherWorld) -> tuple[SnapshotOffer, ...]:
+        found = list(offers(world))
+        for at, offer in enumerate(found):
+            record = decode_record(offer.window)
+            if offer.rank == 1 and record is not None:
+                other = change(record)
+                window = b"" if other is None else encode_record(other)
+                found[at] = msgspec.structs.replace(offer, window=window)
+        return tuple(found)
+
+    window_captured(tmp_path, Topology(dp=2))
+    monkeypatch.setattr(OtherWorld, "offers", changed)
+    new = go_on(tmp_path, "2 to 3")
+    before = new.states()
+    for error in new.errors():
+        assert isinstance(error, CorruptError)
+        assert words in str(error)
+    assert_untouched(new, before)
     new.close()
 
 
