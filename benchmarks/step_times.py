@@ -3,9 +3,10 @@
     make bench NAME=steptimes
 
 Measures the calls of one step in one process, on one group of one rank: what a wait takes longer
-than without the measurement, what the boundary of a step and its share of a window's medians take,
-and what the gradients of a DistributedDataParallel take. Prints them, and the part of a step that
-they are together, for a step of `--step-ms` with `--waits` collectives.
+than without the measurement, what the boundary of a step takes, and what the gradients of a
+DistributedDataParallel take. Prints them, and the part of a step that they are together, for a step
+of `--step-ms` with `--waits` collectives. The medians of a window, once in many steps, are not
+among them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def wait_ns(work: dist.Work) -> float:
 
 
 def boundary_ns() -> float:
-    """Nanoseconds of a step's boundary, with its share of the medians of a window."""
+    """Nanoseconds of a step's boundary, within a window."""
     meter, step = StepMeter(), 0
 
     def end_step() -> None:
