@@ -36,7 +36,7 @@ from holdfast._settings import Settings
 from holdfast._stacks import offer_stack
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
-from holdfast._state.conventions import Seats, UnitNamer
+from holdfast._state.conventions import UnitNamer, has_seats
 from holdfast._state.dtensors import is_dtensor, raw
 from holdfast._state.flat import FlatTensor, gathered_shapes
 from holdfast._state.groups import check_optimizers
@@ -155,7 +155,7 @@ class _Maker:
         return (
             self.protects
             and self.settings.go_on_live
-            and (not self.settings.leaves_experts_out or _has_seats(self.model))
+            and (not self.settings.leaves_experts_out or has_seats(self.model))
             and all(notices_steps(one) for one in self.optimizers)
         )
 
@@ -185,7 +185,7 @@ class _Maker:
                 self.settings.repeats if self.settings.window else None,
                 stays=self.world is not None,
             )
-        if _has_seats(self.model):
+        if has_seats(self.model):
             _check_seats(self.model, self.topology, self.settings)
             for one in self.optimizers:
                 check_same_optimizer(one)
@@ -339,11 +339,6 @@ def _check_pipeline(
             f"pipeline= is for topology {pipeline.topology}, but topology= is {topology}: give the "
             f"topology and the world with which the pipeline was made"
         )
-
-
-def _has_seats(model: nn.Module) -> bool:
-    """Whether the model has experts in seats: an expert plan chooses the ranks of their copies."""
-    return any(isinstance(module, Seats) for module in model.modules())
 
 
 def _check_seats(model: nn.Module, topology: Topology | None, settings: Settings) -> None:

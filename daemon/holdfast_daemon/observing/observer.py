@@ -239,8 +239,8 @@ class NodeObserver:
             return
         metrics.set("save_period_seconds", max(p.period_s for p in paces), job=found.job)
         metrics.set("save_staged_seconds", max(p.staged_s for p in paces), job=found.job)
-        metrics.set("save_interval_steps", max(p.interval_steps for p in paces), job=found.job)
-        metrics.set("save_window_steps", max(p.window_steps for p in paces), job=found.job)
+        metrics.set("save_interval_steps", found.interval_steps, job=found.job)
+        metrics.set("save_window_steps", found.window_steps, job=found.job)
 
     def _times(self, found: JobOverview) -> None:
         """Set the gauges of a step's time, from the rank here for which the others wait most."""

@@ -63,6 +63,11 @@ class Seats(Protocol):
     """Experts that this rank captures in snapshots; other ranks capture the others."""
 
 
+def has_seats(model: nn.Module) -> bool:
+    """Whether the model has experts in seats: an expert plan chooses the ranks of their copies."""
+    return any(isinstance(module, Seats) for module in model.modules())
+
+
 def plain_name(name: str) -> str:
     """Strip from `name` the components that wrappers of torch add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

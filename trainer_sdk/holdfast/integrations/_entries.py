@@ -21,7 +21,7 @@ from holdfast._elastic.session import ElasticSession
 from holdfast._elastic.world import World
 from holdfast._session.interface import Session
 from holdfast._state.collect import RandomGenerators
-from holdfast._state.conventions import Seats
+from holdfast._state.conventions import has_seats
 from holdfast._state.extras import UnsupportedValueError, encode_extras
 from holdfast._steps import RestartRunner, Runner
 from holdfast_core.errors import InvalidJobError, StaleEpochError
@@ -175,7 +175,7 @@ class Protection:
             framework: its name, for messages.
             arguments: further ones of `holdfast.init`.
         """
-        if any(isinstance(module, Seats) for module in model.modules()):
+        if has_seats(model):
             raise InvalidJobError(
                 f"{framework} reduces gradients as if all ranks had the same experts, and those "
                 f"of holdfast.moe have copies on some: train them in a loop of your own, as in "

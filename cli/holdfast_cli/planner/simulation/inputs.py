@@ -18,6 +18,7 @@ from holdfast_cli.planner.effective_time.policy_models import (
     pipeline_step_s,
 )
 from holdfast_cli.planner.effective_time.skew import draw_popularity, skewness
+from holdfast_cli.planner.models.recommending import DETECT_S, RESTART_S
 from holdfast_cli.planner.plan_inputs import sizes_of_run
 from holdfast_cli.planner.planning import COPY_BYTES_S, NETWORK_BYTES_S
 from holdfast_cli.planner.profile import JobProfile, read_profile
@@ -38,8 +39,6 @@ MTBFS = "2h,1h,30m,20m,10m"
 """Those of MoEvement's table 3."""
 STORAGE_BYTES_S = 1e9
 STEP_S = 5.0
-DETECT_S = 2.0
-RESTART_S = 5.0
 REFORM_S = 2.0
 SLOWER = 0.02
 REPLACEMENT = "30m"
