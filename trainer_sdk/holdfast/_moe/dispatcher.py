@@ -22,6 +22,7 @@ from holdfast_core.elastic_experts.dispatching import flows
 from holdfast_core.elastic_experts.plans import ExpertPlan
 from holdfast_core.errors import InvalidJobError
 
+
 class Order(StrEnum):
     """Order in which a token's K rows are added."""
 

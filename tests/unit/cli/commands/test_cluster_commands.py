@@ -611,7 +611,9 @@ def test_a_job_in_a_cluster_is_profiled_by_the_metrics_of_its_daemons(
         "copy_bytes_s": 2000.0,
         "restart_s": 3.0,
     }
-    assert "has not shown network_bytes_s, storage_bytes_s: the simulation assumes them" in printed.err
+    assert (
+        "has not shown network_bytes_s, storage_bytes_s: the simulation assumes them" in printed.err
+    )
 
 
 def test_without_the_right_to_reach_daemons_a_profile_has_what_the_status_shows(
