@@ -83,17 +83,7 @@ def plan_frames(
             some had a gradient of it.
     """
     record = records[alike[0]]
-    for old, other in records.items():
-        same = (other.first, other.slots, other.repeats) == (
-            record.first,
-            record.slots,
-            record.repeats,
-        )
-        if not same:
-            raise CorruptError(
-                f"ranks {alike[0]} and {old} captured windows of other steps or units: from step "
-                f"{record.first} and from step {other.first}"
-            )
+    _check_same(records, alike[0])
     at, schedule = topology.coordinates(rank), record.schedule
     # Each slot's frame is found as if its gradients were the parameters themselves.
     frames = {
@@ -124,11 +114,9 @@ def plan_frames(
                 one._replace(tensor=frame_name(slot, one.tensor)) for one in needed
             )
     held = {str(source.unit) for source in beside.values()}
-    givers: dict[str, set[int]] = {}
-    for old, of_state in state.items():
-        for name in {one.tensor for one in of_state} & live.anchors.keys():
-            givers.setdefault(live.anchors[name].place.name, set()).add(old)
-    without = [_without(slot, records, givers) for slot in range(len(record.slots))]
+    givers = _givers(live, state)
+    later = range(1, len(record.slots))  # The step before the first save is not repeated.
+    without = [[], *(_without(slot, records, givers) for slot in later)]
     merged = _merged(record, {old: records[old] for old in alike}, layouts, held, without, merge)
     return WindowFrames(
         sources=sources,
@@ -137,13 +125,37 @@ def plan_frames(
     )
 
 
+def _check_same(records: Mapping[int, WindowRecord], first: int) -> None:
+    record = records[first]
+    for old, other in records.items():
+        same = (other.first, other.slots, other.repeats) == (
+            record.first,
+            record.slots,
+            record.repeats,
+        )
+        if not same:
+            raise CorruptError(
+                f"ranks {first} and {old} captured windows of other steps or units: from step "
+                f"{record.first} and from step {other.first}"
+            )
+
+
+def _givers(live: LiveState, state: Mapping[int, tuple[PayloadRange, ...]]) -> dict[str, set[int]]:
+    """Each parameter, or stack, that this rank has → the old ranks that captured its parts."""
+    givers: dict[str, set[int]] = {}
+    for old, of_state in state.items():
+        for name in {one.tensor for one in of_state} & live.anchors.keys():
+            givers.setdefault(live.anchors[name].place.name, set()).add(old)
+    return givers
+
+
 def _without(
     slot: int, records: Mapping[int, WindowRecord], givers: Mapping[str, Collection[int]]
 ) -> list[str]:
     """Names of parameters, or stacks, that had no gradient before the save of `slot`.
 
     Args:
-        givers: each of them that this rank has → the old ranks that captured its parts.
+        givers: see `_givers`.
 
     Raises:
         LayoutMismatchError: only some of these ranks had a gradient. Their experts in one stack

@@ -666,7 +666,7 @@ def test_daemons_are_named_whose_metrics_cannot_be_read(
     never = threading.Event()
     daemon = f"{SYSTEM}/pods/daemon-1:7703/proxy/metrics"
     monkeypatch.setattr(cluster_profile, "METRICS_S", 0.1)
-    training.texts[daemon] = lambda: b"" if never.wait(30) else b""
+    training.texts[daemon] = lambda: b"" * never.wait(30)
     steps = count(1)
 
     def trains() -> bytes:
