@@ -779,8 +779,8 @@ MUTANTS = (
         edits=(
             (
                 f"{RESTORING}/other_windows.py",
-                "frames_of(layout, schedule, records[old].state_end)[slot]",
-                "frames_of(layout, schedule, record.state_end)[slot]",
+                "frames_of(layout, schedule, records[old].state_end)",
+                "frames_of(layout, schedule, record.state_end)",
             ),
         ),
     ),
@@ -790,8 +790,8 @@ MUTANTS = (
         edits=(
             (
                 f"{RESTORING}/other_windows.py",
-                "frames_of(layout, schedule, records[old].state_end)[slot]",
-                "frames_of(layout, schedule, records[old].state_end)[max(1, slot - 1)]",
+                "for e in of_old[slot]",
+                "for e in of_old[max(1, slot - 1)]",
             ),
         ),
     ),
