@@ -29,6 +29,7 @@ from holdfast_core.states import EndReason
 from holdfast_operator.reconciler.failures.failure_rules import is_permanent
 from holdfast_operator.reconciler.observe.evidence import Cause
 from holdfast_operator.reconciler.observe.lookups import ranks_in
+from holdfast_operator.reconciler.observe.text import failed_check
 from holdfast_operator.reconciler.observe.views import BlamedNode, ControlState
 from holdfast_operator.reconciler.rules import Observation
 
@@ -53,6 +54,16 @@ def blamed_nodes(
     else:
         found = _of_ended(observation, state, membership, causes, rules)
     return tuple(found)
+
+
+def failed_start(
+    observation: Observation, state: ControlState, node: str, code: int | None, reason: str = ""
+) -> BlamedNode:
+    """What counts against `node` if an agent ended there before it took part, given its exit code
+    and the reason of Kubernetes."""
+    failed = failed_check(observation.job, code, reason)
+    kind = FailureKind.FAILED_CHECK if failed else FailureKind.FAILED_START
+    return BlamedNode(node=node, kind=kind, epoch=state.epoch)
 
 
 def _each(

@@ -16,15 +16,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_core.node_failures import FailureKind
 from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.reconciler.failures.blaming import failed_start
 from holdfast_operator.reconciler.observe.counters import Setback
 from holdfast_operator.reconciler.observe.evidence import UNSCHEDULABLE_S, is_unschedulable
-from holdfast_operator.reconciler.observe.text import agent_exit_in_words, failed_check
+from holdfast_operator.reconciler.observe.text import agent_exit_in_words
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
     AgentView,
-    BlamedNode,
     ClusterView,
     ControlState,
     EventReason,
@@ -238,9 +237,8 @@ def _note_ends(observation: Observation, state: ControlState, membership: Member
         )
         result = result.post(EventReason.JOINER_EXITED, text, warning=True)
         if agent.exit_code and not agent.disruption:
-            failed = failed_check(observation.job, agent.exit_code, agent.reason)
-            kind = FailureKind.FAILED_CHECK if failed else FailureKind.FAILED_START
-            result = result.blame(BlamedNode(node=agent.node, kind=kind, epoch=state.epoch))
+            blamed = failed_start(observation, state, agent.node, agent.exit_code, agent.reason)
+            result = result.blame(blamed)
     return result
 
 

@@ -15,14 +15,13 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
-from holdfast_core.node_failures import FailureKind
 from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.reconciler.failures.blaming import failed_start
 from holdfast_operator.reconciler.membership.joining import places
 from holdfast_operator.reconciler.observe.lookups import suspension_of
-from holdfast_operator.reconciler.observe.text import agent_exit_in_words, failed_check
+from holdfast_operator.reconciler.observe.text import agent_exit_in_words
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
-    BlamedNode,
     ControlState,
     EventReason,
     NodeView,
@@ -79,9 +78,7 @@ def _note_exits(
             pause_s = _not_before(recent[standby.node]) - observation.now
             text = f"the standby agent on {standby.node} {how}; starting it again in {pause_s:g} s"
             result = result.post(EventReason.STANDBY_EXITED, text, warning=True)
-            failed = failed_check(observation.job, code)
-            kind = FailureKind.FAILED_CHECK if failed else FailureKind.FAILED_START
-            result = result.blame(BlamedNode(node=standby.node, kind=kind, epoch=state.epoch))
+            result = result.blame(failed_start(observation, state, standby.node, code))
     return replace(result, state=replace(state, standby_exits=recent))
 
 
