@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from combinations import BY_REDUNDANCY, Combination, is_drawn
 from harness import RawCluster
+from local_jobs import short_folder
 from small_tmpfs import mounted
 from warm_processes import WarmProcesses
 
@@ -27,6 +28,12 @@ def cluster() -> Iterator[RawCluster]:
     with RawCluster(arguments=("--metrics-port", "0")) as running:
         yield running
         print(running.report())
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with short_folder() as made:
+        yield made
 
 
 @pytest.fixture

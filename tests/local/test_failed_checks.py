@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from local_jobs import make_job
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_cli.local.directory import RunDirectory
 from holdfast_cli.local.node_record import read_record
-from holdfast_core.job.parsing import parse_job
 from holdfast_core.node_failures import FailureKind
 from holdfast_operator.reconciler.observe.counters import Outcome
 
@@ -39,37 +37,19 @@ with holdfast.init(model=model, optimizer=torch.optim.AdamW(model.parameters()))
 WAIT_S = 200.0
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        yield Path(path)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_node_that_computes_wrongly_takes_no_part_and_is_remembered(directory: Path) -> None:
     (directory / "sitecustomize.py").write_text(BROKEN)
     script = directory / "train.py"
     script.write_text(TRAINS)
-    container = {
-        "name": "trainer",
-        "command": [sys.executable, str(script)],
-        "env": [{"name": "PYTHONPATH", "value": str(directory)}],
-    }
-    job = parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "checked"},
-            "spec": {
-                "nodes": 1,
-                "parallelism": {"dp": 1},
-                "snapshot": {"memoryPerNode": "16Mi"},
-                "redundancy": {"type": "None"},
-                "failurePolicy": {"spares": 1, "checkNodes": True},
-                "trainer": {"template": {"spec": {"containers": [container]}}},
-            },
-        }
+    job = make_job(
+        "checked",
+        [sys.executable, str(script)],
+        env={"PYTHONPATH": str(directory)},
+        snapshot={"memoryPerNode": "16Mi"},
+        redundancy={"type": "None"},
+        failurePolicy={"spares": 1, "checkNodes": True},
     )
 
     async def run() -> tuple[Outcome, Status]:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,12 +17,13 @@ from typing import Any
 import changing_trainer
 import pytest
 from changing_trainer import History, Line
+from local_jobs import PATIENT, make_job, short_folder
 from step_logs import ends_of_logs
 from world_sizes import is_protected
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status, faults
 from holdfast_cli.local.processes import send
-from holdfast_core.job.parsing import parse_job
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.states import RestoreSource
 
 WAIT_S = 100.0
@@ -32,36 +32,24 @@ START_S = 240.0
 ENDLESS = 10**6
 
 
-def make_job(directory: Path, *, stay: bool, transformers: bool, spares: int, **spec: Any) -> Any:
+def job_of(
+    directory: Path, *, stay: bool, transformers: bool, spares: int, **spec: Any
+) -> MoETrainingJob:
     command = [sys.executable, changing_trainer.__file__, "--steps", str(ENDLESS)]
     command += ["--directory", str(directory), *(["--stay"] if stay else [])]
     command += ["--transformers"] if transformers else []
-    policy = {
-        "spares": spares,
-        "maxRestarts": 1000,
-        "joinWaitSeconds": 0,
-        "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 8, "hangSeconds": 20},
+    more: dict[str, Any] = {
+        "minNodes": 2,
+        "snapshot": {"memoryPerNode": "32Mi"},
+        "redundancy": {"type": "RAIM5"},
+        "failurePolicy": {
+            "spares": spares,
+            "maxRestarts": 1000,
+            "joinWaitSeconds": 0,
+            "detection": PATIENT | {"hangSeconds": 20},
+        },
     }
-    return parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "changing"},
-            "spec": {
-                "nodes": 4,
-                "minNodes": 2,
-                "nprocPerNode": 1,
-                "parallelism": {"dp": 4},
-                "snapshot": {"memoryPerNode": "32Mi"},
-                "redundancy": {"type": "RAIM5"},
-                "failurePolicy": policy,
-                "trainer": {
-                    "template": {"spec": {"containers": [{"name": "trainer", "command": command}]}}
-                },
-                **spec,
-            },
-        }
-    )
+    return make_job("changing", command, **{"nodes": 4} | more | spec)
 
 
 class Run:
@@ -77,7 +65,7 @@ class Run:
         **spec: Any,
     ) -> None:
         self.directory, self._transformers = directory, transformers
-        self._make_job = partial(make_job, directory, stay=stay, transformers=transformers)
+        self._make_job = partial(job_of, directory, stay=stay, transformers=transformers)
         self._settings = LocalSettings(directory=directory / "run", standbys=0)
         self.cluster = LocalCluster(self._make_job(spares=spares, **spec), self._settings)
 
@@ -159,8 +147,8 @@ class Run:
 @asynccontextmanager
 async def running(*, stay: bool, members: int = 4, **more: Any) -> AsyncIterator[Run]:
     """A run whose members train."""
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        run = Run(Path(path), stay=stay, **more)
+    with short_folder() as path:
+        run = Run(path, stay=stay, **more)
         try:
             await run.cluster.start()
             await run.wait_size(members, 0, "the first steps", START_S)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import staying_moe_trainer
+from local_jobs import PATIENT, make_job, short_folder
 from world_sizes import is_protected
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
-from holdfast_core.job.parsing import parse_job
+from holdfast_core.job.parsing import MoETrainingJob
 
 WAIT_S = 150.0
 STEPS_FIRST = 12
@@ -37,36 +37,20 @@ REPLICATION = {"type": "Replication", "replication": {"replicas": 1}}
 FULL = {"type": "Full"}
 
 
-def make_job(directory: Path, policy: Any, redundancy: Any, **spec: Any) -> Any:
+def job_of(directory: Path, policy: Any, redundancy: Any, **spec: Any) -> MoETrainingJob:
     script = [sys.executable, staying_moe_trainer.__file__, "--directory", str(directory)]
-    container = {"name": "trainer", "command": [*script, "--any-size"]}
-    return parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "fewer-experts"},
-            "spec": {
-                "nodes": 4,
-                "minNodes": 3,
-                "nprocPerNode": 1,
-                "parallelism": {"dp": 4},
-                "snapshot": {"memoryPerNode": "32Mi", "policy": policy},
-                "redundancy": redundancy,
-                "failurePolicy": {
-                    "spares": 0,
-                    "maxRestarts": 1000,
-                    "joinWaitSeconds": 0,
-                    "detection": {
-                        "heartbeatSeconds": 0.5,
-                        "missedHeartbeats": 8,
-                        "hangSeconds": 5,
-                    },
-                },
-                "trainer": {"template": {"spec": {"containers": [container]}}},
-                **spec,
-            },
-        }
-    )
+    more: dict[str, Any] = {
+        "minNodes": 3,
+        "snapshot": {"memoryPerNode": "32Mi", "policy": policy},
+        "redundancy": redundancy,
+        "failurePolicy": {
+            "spares": 0,
+            "maxRestarts": 1000,
+            "joinWaitSeconds": 0,
+            "detection": PATIENT | {"hangSeconds": 5},
+        },
+    }
+    return make_job("fewer-experts", [*script, "--any-size"], **{"nodes": 4} | more | spec)
 
 
 class Run:
@@ -75,7 +59,7 @@ class Run:
     def __init__(self, directory: Path, policy: Any, redundancy: Any, **spec: Any) -> None:
         self.directory = directory
         self.cluster = LocalCluster(
-            make_job(directory, policy, redundancy, **spec),
+            job_of(directory, policy, redundancy, **spec),
             LocalSettings(directory=directory / "run"),
         )
 
@@ -159,8 +143,8 @@ def test_experts_keep_their_versions_when_the_world_changes(policy: Any, redunda
             await cluster.start_node(lost)
             await run.wait_size(4, smaller.epoch, "four members again")
 
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        run = Run(Path(path), policy, redundancy)
+    with short_folder() as path:
+        run = Run(path, policy, redundancy)
         try:
             asyncio.run(change(run))
         finally:

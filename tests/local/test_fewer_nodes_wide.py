@@ -6,53 +6,41 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import tempfile
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import wide_experts_trainer
+from local_jobs import PATIENT, make_job, short_folder
 from step_logs import ends_of_logs
 from world_sizes import is_protected
 
 from holdfast_cli.local import LocalCluster, LocalSettings
-from holdfast_core.job.parsing import parse_job
+from holdfast_core.job.parsing import MoETrainingJob
 
 WAIT_S = 150.0
 
 
-def make_job(
+def job_of(
     directory: Path, *, nodes: int, least: int, nproc: int, ep: int, redundancy: str
-) -> Any:
+) -> MoETrainingJob:
     command = [sys.executable, wide_experts_trainer.__file__, "--directory", str(directory)]
-    container = {"name": "trainer", "command": [*command, "--ep", str(ep)]}
-    return parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "wide"},
-            "spec": {
-                "nodes": nodes,
-                "minNodes": least,
-                "nprocPerNode": nproc,
-                "parallelism": {"dp": nodes * nproc, "ep": ep},
-                "model": {"numExperts": wide_experts_trainer.EXPERTS, "numMoELayers": 1},
-                "snapshot": {"memoryPerNode": "32Mi"},
-                "redundancy": {"type": redundancy},
-                "failurePolicy": {
-                    "spares": 0,
-                    "maxRestarts": 1000,
-                    "joinWaitSeconds": 0,
-                    "detection": {
-                        "heartbeatSeconds": 0.5,
-                        "missedHeartbeats": 8,
-                        "hangSeconds": 20,
-                    },
-                },
-                "trainer": {"template": {"spec": {"containers": [container]}}},
-            },
-        }
+    return make_job(
+        "wide",
+        [*command, "--ep", str(ep)],
+        nodes=nodes,
+        nproc=nproc,
+        minNodes=least,
+        parallelism={"dp": nodes * nproc, "ep": ep},
+        model={"numExperts": wide_experts_trainer.EXPERTS, "numMoELayers": 1},
+        snapshot={"memoryPerNode": "32Mi"},
+        redundancy={"type": redundancy},
+        failurePolicy={
+            "spares": 0,
+            "maxRestarts": 1000,
+            "joinWaitSeconds": 0,
+            "detection": PATIENT | {"hangSeconds": 20},
+        },
     )
 
 
@@ -97,7 +85,7 @@ def test_experts_across_nodes_come_back_to_fewer_and_to_more(
     nodes: int, nproc: int, ep: int, redundancy: str, worlds: list[tuple[int, int]]
 ) -> None:
     async def change(directory: Path) -> None:
-        job = make_job(
+        job = job_of(
             directory, nodes=nodes, least=nodes - 1, nproc=nproc, ep=ep, redundancy=redundancy
         )
         settings = LocalSettings(directory=directory / "run", standbys=0)
@@ -117,9 +105,9 @@ def test_experts_across_nodes_come_back_to_fewer_and_to_more(
                 what="all again",
             )
 
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+    with short_folder() as path:
         try:
-            asyncio.run(change(Path(path)))
+            asyncio.run(change(path))
         finally:
-            print(ends_of_logs(Path(path)))
-        assert check(Path(path)) == worlds
+            print(ends_of_logs(path))
+        assert check(path) == worlds

@@ -13,9 +13,9 @@ from typing import Any
 
 import first_step_trainer
 import pytest
+from local_jobs import PATIENT, make_job
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
-from holdfast_core.job.parsing import parse_job
 from holdfast_core.job.status import Phase
 
 WAIT_S = 150.0
@@ -35,26 +35,15 @@ class Shape:
 
 def job_of(shape: Shape, directory: Path, *options: str) -> Any:
     script = [sys.executable, first_step_trainer.__file__, "--directory", str(directory)]
-    container = {"name": "trainer", "command": [*script, "--ep", str(shape.ep), *options]}
-    return parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "first"},
-            "spec": {
-                "nodes": shape.nodes,
-                "nprocPerNode": shape.nproc,
-                "parallelism": {"dp": shape.ranks, "ep": shape.ep},
-                "redundancy": {"type": "RAIM5" if shape.nodes > 1 else "None"},
-                "snapshot": {"memoryPerNode": "16Mi"},
-                "failurePolicy": {
-                    "maxRestarts": 3,
-                    "reformSeconds": 12,
-                    "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 8},
-                },
-                "trainer": {"template": {"spec": {"containers": [container]}}},
-            },
-        }
+    return make_job(
+        "first",
+        [*script, "--ep", str(shape.ep), *options],
+        nodes=shape.nodes,
+        nproc=shape.nproc,
+        parallelism={"dp": shape.ranks, "ep": shape.ep},
+        redundancy={"type": "RAIM5" if shape.nodes > 1 else "None"},
+        snapshot={"memoryPerNode": "16Mi"},
+        failurePolicy={"maxRestarts": 3, "reformSeconds": 12, "detection": PATIENT},
     )
 
 

@@ -7,8 +7,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +25,6 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 30
 KILL_AFTER = 8
 WAIT_S = 240.0
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        yield Path(path)
 
 
 def options(folder: Path, *others: str) -> list[str]:

@@ -6,14 +6,14 @@ import asyncio
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from local_jobs import make_job, short_folder
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
-from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import Phase
 
 WAIT_S = 120.0
@@ -80,9 +80,9 @@ train()
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        os.mkfifo(Path(path) / "data.fifo")
-        yield Path(path)
+    with short_folder() as path:
+        os.mkfifo(path / "data.fifo")
+        yield path
 
 
 def job_of(directory: Path, blocks: str, helpers: int = 0) -> MoETrainingJob:
@@ -90,22 +90,13 @@ def job_of(directory: Path, blocks: str, helpers: int = 0) -> MoETrainingJob:
     script = directory / "train.py"
     script.write_text(TRAINS)
     command = [sys.executable, str(script), str(directory), blocks, str(helpers)]
-    return parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "hangs"},
-            "spec": {
-                "nodes": 2,
-                "nprocPerNode": 2,
-                "parallelism": {"dp": 4},
-                "snapshot": {"memoryPerNode": "64Mi"},
-                "failurePolicy": {"detection": {"heartbeatSeconds": 0.5, "hangSeconds": 2}},
-                "trainer": {
-                    "template": {"spec": {"containers": [{"name": "trainer", "command": command}]}}
-                },
-            },
-        }
+    return make_job(
+        "hangs",
+        command,
+        nodes=2,
+        nproc=2,
+        snapshot={"memoryPerNode": "64Mi"},
+        failurePolicy={"detection": {"heartbeatSeconds": 0.5, "hangSeconds": 2}},
     )
 
 

@@ -4,8 +4,6 @@ storage: what the older experts cost is counted to the token."""
 from __future__ import annotations
 
 import asyncio
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -24,12 +22,6 @@ from holdfast_storage.sets import SetStore
 
 EVERY_STEPS = 5
 COPIES = 4
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        yield Path(path)
 
 
 def two_level_job(uri: str) -> MoETrainingJob:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from local_jobs import short_folder
 
 from holdfast_cli.demo.demo import EXAMPLES
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
@@ -27,8 +27,8 @@ SMALL = ("--steps", "100000", "--dim", "64", "--layers", "2", "--experts", "4", 
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        yield Path(path) / "run"
+    with short_folder() as path:
+        yield path / "run"
 
 
 def small_job() -> MoETrainingJob:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from local_jobs import job_file
 
 LIMIT_BYTES = 3 * 2**30
 WAIT_S = 200.0
@@ -77,20 +78,12 @@ def test_memory_that_is_short_at_one_step_fails_the_job_after_three_kills_with_a
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "run.py").write_text(RUN)
-    container = {"name": "trainer", "command": [sys.executable, str(tmp_path / "train.py")]}
-    job = {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "MoETrainingJob",
-        "metadata": {"name": "hungry"},
-        "spec": {
-            "nodes": 1,
-            "nprocPerNode": 1,
-            "parallelism": {"dp": 1},
-            "snapshot": {"memoryPerNode": "64Mi"},
-            "redundancy": {"type": "None"},
-            "trainer": {"template": {"spec": {"containers": [container]}}},
-        },
-    }
+    job = job_file(
+        "hungry",
+        [sys.executable, str(tmp_path / "train.py")],
+        snapshot={"memoryPerNode": "64Mi"},
+        redundancy={"type": "None"},
+    )
     (tmp_path / "job.json").write_text(json.dumps(job))
     enter = f"echo $$ > {group}/cgroup.procs && exec {sys.executable} {tmp_path}/run.py {tmp_path} "
     subprocess.run(["sh", "-c", f"{enter} {WAIT_S}"], check=True, timeout=WAIT_S + 60)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +16,6 @@ from holdfast_core.job.parsing import parse_job
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WAIT_S = 240.0
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        yield Path(path)
 
 
 @pytest.mark.slow

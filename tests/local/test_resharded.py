@@ -4,12 +4,11 @@ learns from the same batches: its losses are those of one process that divides n
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
+from local_jobs import short_folder
 from test_fewer_nodes import START_S, Run, lose
 from test_same_batch import check, kill_in, lines_of, make_run
 
@@ -83,8 +82,8 @@ def test_a_sharded_model_is_divided_over_the_nodes_that_are_left(row: str, thoro
             await run.cluster.stop()
             print(run.report())
 
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        run = make_run(Path(path), layout, nodes=NODES, **spec)
+    with short_folder() as path:
+        run = make_run(path, layout, nodes=NODES, **spec)
         asyncio.run(train(run))
         recoveries = run.cluster.status.local.recoveries
         if layout == "hsdp":  # the rows that are left have all shards

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import same_batch_trainer
 from fault_files import fail_at
+from local_jobs import short_folder
 from same_batch_trainer import BATCH, LIMIT, History, Line
 from test_fewer_nodes import START_S, Run, lose
 from world_sizes import is_protected
@@ -127,8 +127,8 @@ def test_four_nodes_become_three_and_four_again_and_learn_the_same() -> None:
             await run.cluster.stop()
             print(run.report())
 
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        run = make_run(Path(path))
+    with short_folder() as path:
+        run = make_run(path)
         asyncio.run(train(run))
         lines = lines_of(run.directory)
         assert check(lines) == [4, 3, 4]
@@ -163,11 +163,11 @@ def test_a_framework_goes_on_with_fewer_nodes_and_with_more_and_learns_the_same(
             await run.cluster.stop()
             print(run.report())
 
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+    with short_folder() as path:
         nodes = {"nodes": 3, "parallelism": {"dp": 3}}
         preload = "lightning" if framework == "lightning" else "huggingface"
         run = run_of(
-            Path(path),
+            path,
             str(FRAMEWORKS),
             framework,
             preload=f"holdfast.integrations.{preload}",

@@ -7,21 +7,20 @@ import asyncio
 import itertools
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sharded_trainer
 from fault_files import fail_at, pending_faults
+from local_jobs import PATIENT, make_job, short_folder
 from step_logs import check_steps, ends_of_logs
 from world_sizes import is_recovered
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
-from holdfast_core.job.parsing import parse_job
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.observe.text import ranks_in_words
 from holdfast_operator.reconciler.report.recoveries import Recovery
@@ -32,37 +31,21 @@ RANKS = NODES * NPROC
 ENDLESS = 10**6
 
 
-def make_job(directory: Path, *options: str) -> Any:
+def job_of(directory: Path, *options: str) -> MoETrainingJob:
     script = [sys.executable, sharded_trainer.__file__, *options]
-    steps = ["--steps", str(ENDLESS), "--directory", str(directory)]
-    return parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "sharded"},
-            "spec": {
-                "nodes": NODES,
-                "nprocPerNode": NPROC,
-                "parallelism": {"dp": RANKS},
-                "snapshot": {"memoryPerNode": "16Mi"},
-                "redundancy": {"type": "RAIM5"},
-                "failurePolicy": {
-                    "spares": 1,
-                    "maxRestarts": 1000,
-                    "reformSeconds": 20,
-                    "detection": {
-                        "heartbeatSeconds": 0.5,
-                        "missedHeartbeats": 8,
-                        "hangSeconds": 10,
-                    },
-                },
-                "trainer": {
-                    "template": {
-                        "spec": {"containers": [{"name": "trainer", "command": [*script, *steps]}]}
-                    }
-                },
-            },
-        }
+    return make_job(
+        "sharded",
+        [*script, "--steps", str(ENDLESS), "--directory", str(directory)],
+        nodes=NODES,
+        nproc=NPROC,
+        snapshot={"memoryPerNode": "16Mi"},
+        redundancy={"type": "RAIM5"},
+        failurePolicy={
+            "spares": 1,
+            "maxRestarts": 1000,
+            "reformSeconds": 20,
+            "detection": PATIENT | {"hangSeconds": 10},
+        },
     )
 
 
@@ -84,7 +67,7 @@ class Run:
         self.directory = directory
         self._replay, self._expected = sharded_trainer.replay(RANKS), list[list[str]]()
         self.cluster = LocalCluster(
-            make_job(directory, *options), LocalSettings(directory=directory / "run")
+            job_of(directory, *options), LocalSettings(directory=directory / "run")
         )
 
     def lines(self, rank: int) -> list[Line]:
@@ -166,8 +149,8 @@ class Outcome:
 @contextmanager
 def running(runner: asyncio.Runner, *options: str) -> Iterator[Run]:
     """A run that trains until the block ends."""
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        made = Run(Path(path), *options)
+    with short_folder() as path:
+        made = Run(path, *options)
         runner.run(made.cluster.start())
         try:
             runner.run(made.wait_works(0, "the first steps"))

@@ -15,15 +15,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pipeline_trainer
 import pytest
 import wrapped_stages
+from local_jobs import PATIENT, make_job, short_folder
 from step_logs import ends_of_logs
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
-from holdfast_core.job.parsing import parse_job
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.observe.counters import Outcome
 
@@ -75,36 +75,27 @@ EXPERTS = Shape(2, 2, shares_experts=True)
 SEEDED = Shape(3, 2, seeded=True)
 
 
-def make_job(directory: Path, shape: Shape, log_mib: float, how: str, window: int) -> Any:
+def job_of(directory: Path, shape: Shape, log_mib: float, how: str, window: int) -> MoETrainingJob:
     every = 1 if window else EVERY
     script = [sys.executable, shape.script, str(every), how, str(directory)]
     sparse = {"policy": {"type": "Sparse", "sparse": {"window": window}}} if window else {}
-    options = ["--steps", str(STEPS), *shape.options, "--log-mib", str(log_mib)]
-    container = {"name": "trainer", "command": [*script, *options]}
-    return parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "stages"},
-            "spec": {
-                "nodes": len(shape.ranks),
-                "nprocPerNode": 1,
-                "parallelism": {
-                    "dp": 1 if shape.wrapped == "tp" else shape.dp,
-                    "tp": shape.dp if shape.wrapped == "tp" else 1,
-                    "pp": shape.pp,
-                    "ep": shape.dp if shape.shares_experts else 1,
-                },
-                "snapshot": {"memoryPerNode": "64Mi", **sparse},
-                "redundancy": {"type": "RAIM5"},
-                "failurePolicy": {
-                    "maxRestarts": 10,
-                    "reformSeconds": 20,
-                    "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 20},
-                },
-                "trainer": {"template": {"spec": {"containers": [container]}}},
-            },
-        }
+    return make_job(
+        "stages",
+        [*script, "--steps", str(STEPS), *shape.options, "--log-mib", str(log_mib)],
+        nodes=len(shape.ranks),
+        parallelism={
+            "dp": 1 if shape.wrapped == "tp" else shape.dp,
+            "tp": shape.dp if shape.wrapped == "tp" else 1,
+            "pp": shape.pp,
+            "ep": shape.dp if shape.shares_experts else 1,
+        },
+        snapshot={"memoryPerNode": "64Mi", **sparse},
+        redundancy={"type": "RAIM5"},
+        failurePolicy={
+            "maxRestarts": 10,
+            "reformSeconds": 20,
+            "detection": PATIENT | {"missedHeartbeats": 20},
+        },
     )
 
 
@@ -169,7 +160,7 @@ class Run:
         self.incarnation = 0
         """That of the daemon that a fault has hit, before it."""
         self.cluster = LocalCluster(
-            make_job(directory, shape, log_mib, how, window),
+            job_of(directory, shape, log_mib, how, window),
             LocalSettings(directory=directory / "run"),
         )
 
@@ -267,8 +258,8 @@ class Run:
 def running(
     shape: Shape, *, log_mib: float = 64, how: str = "same", window: int = 0
 ) -> Iterator[Run]:
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        run = Run(Path(path), shape, log_mib, how, window)
+    with short_folder() as path:
+        run = Run(path, shape, log_mib, how, window)
         try:
             yield run
         finally:

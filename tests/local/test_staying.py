@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import pytest
 import staying_trainer
 from daemons import logged_in
 from fault_files import fail_at, pending_faults
+from local_jobs import PATIENT, make_job, short_folder
 from staying_trainer import SAMPLES, replay
 from step_logs import ends_of_logs, newest_line
 from world_sizes import is_recovered
@@ -28,7 +28,7 @@ from holdfast_cli.local.directory import NodeRecord
 from holdfast_cli.local.processes import marked_processes
 from holdfast_cli.local.status import NodeStatus
 from holdfast_core.catalogue.records import EventView
-from holdfast_core.job.parsing import parse_job
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import RecoveryMode
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.observe.counters import Outcome
@@ -39,37 +39,22 @@ ENDLESS = 10**6
 REFORM_S = 12
 
 
-def make_job(directory: Path, steps: int, *options: str, **spec: Any) -> Any:
+def job_of(directory: Path, steps: int, *options: str, **spec: Any) -> MoETrainingJob:
     command = [sys.executable, staying_trainer.__file__, *options]
-    container = {
-        "name": "trainer",
-        "command": [*command, "--steps", str(steps), "--directory", str(directory)],
+    more: dict[str, Any] = {
+        "snapshot": {"memoryPerNode": "16Mi"},
+        "redundancy": {"type": "RAIM5"},
+        "failurePolicy": {
+            "spares": 1,
+            "maxRestarts": 1000,
+            "reformSeconds": REFORM_S,
+            "detection": PATIENT | {"hangSeconds": 5},
+        },
     }
-    return parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "staying"},
-            "spec": {
-                "nodes": RANKS,
-                "nprocPerNode": 1,
-                "parallelism": {"dp": RANKS},
-                "snapshot": {"memoryPerNode": "16Mi"},
-                "redundancy": {"type": "RAIM5"},
-                "failurePolicy": {
-                    "spares": 1,
-                    "maxRestarts": 1000,
-                    "reformSeconds": REFORM_S,
-                    "detection": {
-                        "heartbeatSeconds": 0.5,
-                        "missedHeartbeats": 8,
-                        "hangSeconds": 5,
-                    },
-                },
-                "trainer": {"template": {"spec": {"containers": [container]}}},
-                **spec,
-            },
-        }
+    return make_job(
+        "staying",
+        [*command, "--steps", str(steps), "--directory", str(directory)],
+        **{"nodes": RANKS} | more | spec,
     )
 
 
@@ -92,7 +77,7 @@ class Run:
         self.directory = directory
         self.lost = 0
         """Steps that processes which stayed have completed more than once."""
-        job = make_job(directory, steps, *options, **spec)
+        job = job_of(directory, steps, *options, **spec)
         self.ranks = job.spec.nodes * job.spec.nproc_per_node
         self._replay, self._expected = replay(self.ranks), list[tuple[str, list[list[int]]]]()
         self.cluster = LocalCluster(job, LocalSettings(directory=directory / "run"))
@@ -241,8 +226,8 @@ def runner() -> Iterator[asyncio.Runner]:
 @contextmanager
 def running(runner: asyncio.Runner, *options: str, **spec: Any) -> Iterator[Run]:
     """A run that trains and saves every tenth step until the block ends."""
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        made = Run(Path(path), ENDLESS, "--every", "10", *options, **spec)
+    with short_folder() as path:
+        made = Run(path, ENDLESS, "--every", "10", *options, **spec)
         runner.run(made.cluster.start())
         try:
             runner.run(made.wait_works(0, "the first steps"))
@@ -272,11 +257,11 @@ def test_ranks_that_have_finished_wait_for_one_that_dies_in_the_last_step(
             assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
         assert marked_processes(cluster.directory.mark()) == []  # nor is an agent left on the spare
 
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        run = Run(Path(path), steps)
+    with short_folder() as path:
+        run = Run(path, steps)
         runner.run(finish(run))
         run.check()
-        ends = [(Path(path) / f"log-{rank}").read_text().splitlines()[-1] for rank in range(RANKS)]
+        ends = [(path / f"log-{rank}").read_text().splitlines()[-1] for rank in range(RANKS)]
         assert {json.loads(end)["finished"] for end in ends} == {run.expected(steps)[-1][0]}
         pids = [json.loads(end)["pid"] for end in ends]
         assert [rank for rank in range(RANKS) if run.lines(rank)[-1].pid != pids[rank]] == [1]
@@ -287,8 +272,8 @@ def test_ranks_that_have_finished_wait_for_one_that_dies_in_the_last_step(
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("option", ["--unlive", "--unshared"])
 def test_what_cannot_go_on_live_goes_back_to_the_line(runner: asyncio.Runner, option: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        run = Run(Path(path), ENDLESS, "--every", "10", option)
+    with short_folder() as path:
+        run = Run(path, ENDLESS, "--every", "10", option)
 
         async def lose() -> None:
             async with run.cluster:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from fault_files import fail_at
 from harness import RawCluster, RawJob
+from local_jobs import short_folder
 from test_staying_dtensors import RANKS
 from test_staying_stacks import Stack
 from waiting import wait_for
@@ -102,12 +102,12 @@ def trained(**stacks: str) -> Iterator[list[TrainedJob]]:
     jobs: list[TrainedJob] = []
     with (
         RawCluster(arguments=("--metrics-port", "0")) as cluster,
-        tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path,
+        short_folder() as path,
     ):
         nodes = cluster.start_nodes(RANKS)
         try:
             for name, stack in stacks.items():
-                jobs.append(TrainedJob(cluster, nodes, name, stack, Path(path)))
+                jobs.append(TrainedJob(cluster, nodes, name, stack, path))
             for job in jobs:
                 job.wait_trained()
             yield jobs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ from typing import Any
 import dtensor_trainer
 import pytest
 from fault_files import fail_at, pending_faults
+from local_jobs import PATIENT, make_job, short_folder
 from step_logs import newest_line
 
 from holdfast._elastic.staying_groups import can_stay
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
-from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.reconciler.observe.counters import Outcome
 
 pytestmark = pytest.mark.skipif(not can_stay("gloo"), reason="this torch cannot do it")
@@ -60,35 +60,19 @@ class Run:
         self.cluster = LocalCluster(self._make_job(), self._settings)
 
     def _make_job(self, **spec: Any) -> MoETrainingJob:
-        containers = [{"name": "trainer", "command": self.command}]
-        parallelism = {"dp": RANKS // 2, "tp": 2} if self._layout == "tp" else {"dp": RANKS}
-        return parse_job(
-            {
-                "apiVersion": "holdfast.dev/v1alpha1",
-                "kind": "MoETrainingJob",
-                "metadata": {"name": "sharded"},
-                "spec": {
-                    "nodes": RANKS,
-                    "nprocPerNode": 1,
-                    "parallelism": parallelism,
-                    "snapshot": {"memoryPerNode": "16Mi"},
-                    "redundancy": {"type": "RAIM5"},
-                    "failurePolicy": {
-                        "spares": self._spares,
-                        "maxRestarts": 1000,
-                        "reformSeconds": 12,
-                        "detection": {
-                            "heartbeatSeconds": 0.5,
-                            "missedHeartbeats": 8,
-                            "hangSeconds": 5,
-                        },
-                    },
-                    "trainer": {"template": {"spec": {"containers": containers}}},
-                    **self._spec,
-                    **spec,
-                },
-            }
-        )
+        more: dict[str, Any] = {
+            "snapshot": {"memoryPerNode": "16Mi"},
+            "redundancy": {"type": "RAIM5"},
+            "failurePolicy": {
+                "spares": self._spares,
+                "maxRestarts": 1000,
+                "reformSeconds": 12,
+                "detection": PATIENT | {"hangSeconds": 5},
+            },
+        }
+        if self._layout == "tp":
+            more["parallelism"] = {"dp": RANKS // 2, "tp": 2}
+        return make_job("sharded", self.command, **{"nodes": RANKS} | more | self._spec | spec)
 
     async def edit(self, **spec: Any) -> None:
         """Have another control loop continue with a job of which fields have changed."""
@@ -160,8 +144,8 @@ class Run:
 
 @contextmanager
 def made(layout: str, *options: str) -> Iterator[Run]:
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        yield Run(Path(path), layout, *options)
+    with short_folder() as path:
+        yield Run(path, layout, *options)
 
 
 def one_by_one(points: Sequence[str], what: str = "SIGKILL") -> list[list[tuple[int, str, str]]]:

@@ -8,18 +8,18 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fault_files import fail_at
+from local_jobs import PATIENT, make_job
 from world_sizes import is_recovered
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
-from holdfast_core.job.parsing import parse_job
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.reconciler.observe.counters import Outcome
 
 LOCAL = Path(__file__).resolve().parent
@@ -30,47 +30,25 @@ STEPS = 150
 WAIT_S = 240.0
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        yield Path(path)
-
-
-def make_job(script: Path, folder: Path, options: tuple[str, ...]) -> Any:
+def job_of(script: Path, folder: Path, options: tuple[str, ...]) -> MoETrainingJob:
     command = [sys.executable, str(script), "--steps", str(STEPS), "--directory", str(folder)]
-    environment = {
-        "PYTHONPATH": os.pathsep.join([str(LOCAL), str(EXAMPLES)]),
-        "OMP_NUM_THREADS": "1",
-        "HOLDFAST_PRELOAD": PRELOADED[script],
-    }
-    container = {
-        "name": "trainer",
-        "command": [*command, *options],
-        "env": [{"name": name, "value": value} for name, value in environment.items()],
-    }
-    return parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "frameworks"},
-            "spec": {
-                "nodes": NODES,
-                "nprocPerNode": NPROC,
-                "parallelism": {"dp": RANKS},
-                "snapshot": {"interval": {"steps": 1}, "memoryPerNode": "64Mi"},
-                "redundancy": {"type": "RAIM5", "raim5": {"groupSize": 2}},
-                "failurePolicy": {
-                    "spares": 0,
-                    "maxRestarts": 1000,
-                    "detection": {
-                        "heartbeatSeconds": 0.5,
-                        "missedHeartbeats": 8,
-                        "hangSeconds": 60,
-                    },
-                },
-                "trainer": {"template": {"spec": {"containers": [container]}}},
-            },
-        }
+    return make_job(
+        "frameworks",
+        [*command, *options],
+        nodes=NODES,
+        nproc=NPROC,
+        env={
+            "PYTHONPATH": os.pathsep.join([str(LOCAL), str(EXAMPLES)]),
+            "OMP_NUM_THREADS": "1",
+            "HOLDFAST_PRELOAD": PRELOADED[script],
+        },
+        snapshot={"interval": {"steps": 1}, "memoryPerNode": "64Mi"},
+        redundancy={"type": "RAIM5", "raim5": {"groupSize": 2}},
+        failurePolicy={
+            "spares": 0,
+            "maxRestarts": 1000,
+            "detection": PATIENT | {"hangSeconds": 60},
+        },
     )
 
 
@@ -101,7 +79,7 @@ async def run_disturbed(
     folder.mkdir()
     early, *faults = faults
     (folder / f"fault-{early.rank}").write_text(f"{early.point} SIGKILL")
-    cluster = LocalCluster(make_job(script, folder, options), LocalSettings(directory=memory))
+    cluster = LocalCluster(job_of(script, folder, options), LocalSettings(directory=memory))
     try:
         async with cluster:
             for fault in faults:

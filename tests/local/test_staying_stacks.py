@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_jobs import short_folder
 from renewals import renew_daemon
 from step_logs import check_steps, ends_of_logs
 from test_staying_dtensors import RANKS, Run
@@ -118,8 +118,8 @@ def undisturbed(layout: str, steps: int) -> list[dict[int, str]]:
             assert await cluster.finished(timeout_s=4 * WAIT_S) is Outcome.COMPLETE
 
     if layout not in _undisturbed or len(_undisturbed[layout][0]) < steps:
-        with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-            run = Run(Path(path), layout, "--pace", "0", steps=steps)
+        with short_folder() as path:
+            run = Run(path, layout, "--pace", "0", steps=steps)
             asyncio.run(train(run))
             _undisturbed[layout] = [
                 {line.step: line.hash for line in run.lines(rank)} for rank in range(RANKS)
@@ -130,10 +130,10 @@ def undisturbed(layout: str, steps: int) -> list[dict[int, str]]:
 @pytest.fixture(scope="module")
 def run(request: pytest.FixtureRequest, runner: asyncio.Runner) -> Iterator[Stack]:
     """A run that all tests of a row disturb, one after the other."""
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+    with short_folder() as path:
         layout, redundancy = request.param
         made = Stack(
-            Path(path),
+            path,
             layout,
             spares=len(LOST),
             redundancy={"type": redundancy},

@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import staying_moe_trainer
 from fault_files import fail_at, pending_faults
+from local_jobs import PATIENT, make_job, short_folder
 from staying_moe_trainer import ASTRAY_FROM
 from world_sizes import is_recovered
 
 from holdfast._elastic.staying_groups import can_stay
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
-from holdfast_core.job.parsing import parse_job
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.observe.counters import Outcome
 
@@ -32,38 +33,22 @@ RANKS = 3
 REFORM_S = 12
 
 
-def make_job(directory: Path, options: tuple[str, ...], spec: dict[str, Any]) -> Any:
+def job_of(directory: Path, options: tuple[str, ...], spec: dict[str, Any]) -> MoETrainingJob:
     spec = {"redundancy": {"type": "RAIM5"}, "snapshot": {}, "nodes": RANKS, **spec}
     script, spares = spec.pop("script", staying_moe_trainer.__file__), spec.pop("spares", 0)
-    nproc, preloaded = spec.pop("nproc", 1), spec.pop("preloaded", "")
-    container = {
-        "name": "trainer",
-        "command": [sys.executable, script, "--directory", str(directory), *options],
-        "env": [{"name": "HOLDFAST_PRELOAD", "value": preloaded}] if preloaded else [],
-    }
-    return parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "together"},
-            "spec": {
-                **spec,
-                "nprocPerNode": nproc,
-                "parallelism": {"dp": spec["nodes"] * nproc},
-                "snapshot": {"memoryPerNode": "16Mi", **spec["snapshot"]},
-                "failurePolicy": {
-                    "spares": spares,
-                    "maxRestarts": 1000,
-                    "reformSeconds": REFORM_S,
-                    "detection": {
-                        "heartbeatSeconds": 0.5,
-                        "missedHeartbeats": 8,
-                        "hangSeconds": 5,
-                    },
-                },
-                "trainer": {"template": {"spec": {"containers": [container]}}},
-            },
-        }
+    preloaded = spec.pop("preloaded", "")
+    spec["snapshot"] = {"memoryPerNode": "16Mi", **spec["snapshot"]}
+    return make_job(
+        "together",
+        [sys.executable, script, "--directory", str(directory), *options],
+        env={"HOLDFAST_PRELOAD": preloaded} if preloaded else {},
+        failurePolicy={
+            "spares": spares,
+            "maxRestarts": 1000,
+            "reformSeconds": REFORM_S,
+            "detection": PATIENT | {"hangSeconds": 5},
+        },
+        **spec,
     )
 
 
@@ -95,7 +80,7 @@ class Run:
 
     def __init__(self, directory: Path, *options: str, **spec: Any) -> None:
         self.directory = directory
-        self.job = make_job(directory, options, spec)
+        self.job = job_of(directory, options, spec)
         self.ranks = self.job.spec.nodes * self.job.spec.nproc_per_node
         self.protects = spec.get("redundancy") != {"type": "None"}
         self.settings = LocalSettings(directory=directory / "run")
@@ -205,10 +190,10 @@ class Run:
 def started(*options: str, **spec: Any) -> Iterator[tuple[Run, asyncio.Runner]]:
     """A run whose ranks work, until the end of the block."""
     with (
-        tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path,
+        short_folder() as path,
         asyncio.Runner() as runner,
     ):
-        run = Run(Path(path), *options, **spec)
+        run = Run(path, *options, **spec)
         runner.run(run.cluster.start())
         try:
             runner.run(run.wait_works(0, "the first steps"))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_jobs import make_job
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
-from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import Phase
 from holdfast_core.states import RestoreSource
 
@@ -60,33 +59,18 @@ with session:
 """
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        yield Path(path)
-
-
 def job_of(directory: Path, kind: str, **failure_policy: Any) -> MoETrainingJob:
     """A job of two members with two ranks each."""
     script = directory / "train.py"
     script.write_text(TRAINS)
     command = [sys.executable, str(script), str(directory / "slow"), kind]
-    return parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "slow"},
-            "spec": {
-                "nodes": 2,
-                "nprocPerNode": 2,
-                "parallelism": {"dp": 4},
-                "snapshot": {"memoryPerNode": "64Mi"},
-                "failurePolicy": {"detection": {"heartbeatSeconds": 0.5}, **failure_policy},
-                "trainer": {
-                    "template": {"spec": {"containers": [{"name": "trainer", "command": command}]}}
-                },
-            },
-        }
+    return make_job(
+        "slow",
+        command,
+        nodes=2,
+        nproc=2,
+        snapshot={"memoryPerNode": "64Mi"},
+        failurePolicy={"detection": {"heartbeatSeconds": 0.5}, **failure_policy},
     )
 
 

@@ -12,14 +12,14 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fault_files import fail_at, pending_faults
+from local_jobs import PATIENT, job_file
 from world_sizes import is_recovered
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
@@ -77,12 +77,6 @@ IN_CI = 2
 
 
 @pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        yield Path(path)
-
-
-@pytest.fixture
 def assets(directory: Path) -> Path:
     return make_assets(directory / "assets")
 
@@ -125,35 +119,21 @@ def ranks() -> range:
 
 
 def job_of(case: Case, arguments: list[str], cache: Path, hang_s: float = WAIT_S) -> dict[str, Any]:
-    environment = OFFLINE | {"HF_HOME": str(cache)}
-    container = {
-        "name": "trainer",
-        "command": [sys.executable],
-        "args": arguments,
-        "env": [{"name": name, "value": value} for name, value in environment.items()],
-    }
-    return {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "MoETrainingJob",
-        "metadata": {"name": "torchtitan"},
-        "spec": {
-            "nodes": NODES,
-            "nprocPerNode": RANKS_PER_NODE,
-            "parallelism": dict(case.job),
-            "snapshot": {"interval": {"steps": 1}, "memoryPerNode": "64Mi"},
-            "redundancy": {"type": "RAIM5", "raim5": {"groupSize": NODES}},
-            "failurePolicy": {
-                "spares": 0,
-                "maxRestarts": 1000,
-                "detection": {
-                    "heartbeatSeconds": 0.5,
-                    "missedHeartbeats": 8,
-                    "hangSeconds": hang_s,
-                },
-            },
-            "trainer": {"template": {"spec": {"containers": [container]}}},
+    return job_file(
+        "torchtitan",
+        [sys.executable, *arguments],
+        nodes=NODES,
+        nproc=RANKS_PER_NODE,
+        env=OFFLINE | {"HF_HOME": str(cache)},
+        parallelism=dict(case.job),
+        snapshot={"interval": {"steps": 1}, "memoryPerNode": "64Mi"},
+        redundancy={"type": "RAIM5", "raim5": {"groupSize": NODES}},
+        failurePolicy={
+            "spares": 0,
+            "maxRestarts": 1000,
+            "detection": PATIENT | {"hangSeconds": hang_s},
         },
-    }
+    )
 
 
 async def run_killed(case: Case, assets: Path, directory: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from local_jobs import make_job
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
-from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.reconciler.observe.counters import Outcome
 
 START_S = 15.0
@@ -90,34 +89,19 @@ if not mark.exists():
 """
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        yield Path(path)
-
-
 def job_of(
     directory: Path, script: str, argument: object, memory: str = "64Mi", **snapshot: object
 ) -> MoETrainingJob:
     file = directory / "script.py"
     file.write_text(script)
-    container = {"name": "trainer", "command": [sys.executable, str(file), str(argument)]}
-    detection = {"heartbeatSeconds": 0.5, "startSeconds": START_S, "hangSeconds": START_S}
-    return parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "bare"},
-            "spec": {
-                "nodes": 1,
-                "nprocPerNode": 1,
-                "parallelism": {"dp": 1},
-                "snapshot": {"memoryPerNode": memory, **snapshot},
-                "redundancy": {"type": "None"},
-                "failurePolicy": {"detection": detection},
-                "trainer": {"template": {"spec": {"containers": [container]}}},
-            },
-        }
+    return make_job(
+        "bare",
+        [sys.executable, str(file), str(argument)],
+        snapshot={"memoryPerNode": memory, **snapshot},
+        redundancy={"type": "None"},
+        failurePolicy={
+            "detection": {"heartbeatSeconds": 0.5, "startSeconds": START_S, "hangSeconds": START_S}
+        },
     )
 
 

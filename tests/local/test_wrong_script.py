@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from local_jobs import make_job
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
-from holdfast_core.job.parsing import parse_job
 from holdfast_operator.reconciler.observe.counters import Outcome
 
 SCRIPT = """
@@ -22,32 +20,17 @@ import no_such_module
 WAIT_S = 120.0
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        yield Path(path)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_script_that_fails_at_import_fails_the_job_with_its_last_lines(directory: Path) -> None:
     script = directory / "wrong.py"
     script.write_text(SCRIPT)
-    container = {"name": "trainer", "command": [sys.executable, str(script)]}
-    job = parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "wrong"},
-            "spec": {
-                "nodes": 2,
-                "nprocPerNode": 1,
-                "parallelism": {"dp": 2},
-                "snapshot": {"memoryPerNode": "16Mi"},
-                "redundancy": {"type": "None"},
-                "trainer": {"template": {"spec": {"containers": [container]}}},
-            },
-        }
+    job = make_job(
+        "wrong",
+        [sys.executable, str(script)],
+        nodes=2,
+        snapshot={"memoryPerNode": "16Mi"},
+        redundancy={"type": "None"},
     )
 
     async def run() -> tuple[Outcome, Status]:
