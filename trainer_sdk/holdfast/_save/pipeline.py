@@ -305,6 +305,7 @@ class SavePipeline:
         # Open the session, and tell everything that depends on the layout.
         again = not link.is_open
         link.open(layout, max(plan.largest_slot_bytes, layout.slot_bytes))
+        self._check.expect_repeated(link.earlier, task.call.step)
         if again:
             self._tally.forgive()
             _warn_of_large_extras(len(task.call.extras))
