@@ -297,7 +297,9 @@ class CorruptionStatus(_Part, frozen=True, kw_only=True):
         Annotated[
             tuple[int, ...],
             Meta(
-                extra={"title": "The wrong ranks; with proof None or Undecided, those in question."},
+                extra={
+                    "title": "The wrong ranks; with proof None or Undecided, those in question."
+                },
                 extra_json_schema={"x-kubernetes-list-type": "atomic"},
             ),
         ]

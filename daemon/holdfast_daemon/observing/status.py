@@ -14,10 +14,10 @@ from holdfast_daemon.engine import Inspection
 from holdfast_daemon.engine.overview import JobOverview, PersistOverview, RankOverview
 from holdfast_daemon.job.host import JobHost
 from holdfast_protos import codec, control_pb2
+from holdfast_protos.divergences import divergence_to_proto
 from holdfast_protos.expert_plans import plan_to_proto
 from holdfast_protos.inspections import processes_to_proto
 from holdfast_protos.losses import loss_to_proto
-from holdfast_protos.divergences import divergence_to_proto
 from holdfast_protos.step_times import times_to_proto
 
 

@@ -75,10 +75,7 @@ def test_a_minority_with_any_wrong_bytes_is_named(
 ) -> None:
     bad = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=(ranks - 1) // 2))
     units = [
-        {
-            rank: data.draw(st.integers(6, 9)) if rank in bad else digest
-            for rank in range(ranks)
-        }
+        {rank: data.draw(st.integers(6, 9)) if rank in bad else digest for rank in range(ranks)}
         for digest in right
     ]
     assert outvoted(units) == bad

@@ -351,8 +351,8 @@ class ReplicaCheck:
         return ReplicasDivergedError(
             f"unit {unit}: ranks {list(ranks)} are replicas and no longer equal: at step {step} "
             f"rank {ranks[0]} holds different bytes from ranks {list(ranks[1:])}{others}; they "
-            f"were equal at {last_equal}; {who}. No snapshot is taken until a later comparison finds them "
-            f"equal; snapshots protected since {last_equal} may be mixtures of them. Look for what "
+            f"were equal at {last_equal}; {who}. No snapshot is taken until a later comparison finds "
+            f"them equal; snapshots protected since {last_equal} may be mixtures of them. Look for what "
             f"the ranks do differently: a gradient that is not reduced, a kernel, a device"
         )
 

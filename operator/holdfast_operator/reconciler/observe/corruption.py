@@ -1,4 +1,4 @@
-"""Look up what the ranks have concluded about replicas that differ, with members and nodes. Pure."""
+"""Look up what ranks have concluded about replicas that differ, with members and nodes. Pure."""
 
 from __future__ import annotations
 

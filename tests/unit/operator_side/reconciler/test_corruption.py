@@ -31,7 +31,9 @@ def job_that(action: str = "Replace", **more: Any) -> World:
     return running(make_job(onCorruption=action, spec=COMPARES_ALL, **more), step=40)
 
 
-def conclude(world: World, found: Divergence | None, *, ranks: Collection[int] | None = None) -> None:
+def conclude(
+    world: World, found: Divergence | None, *, ranks: Collection[int] | None = None
+) -> None:
     """Let the ranks report what they conclude, and the control loop act; after another epoch has
     begun, they have nothing to report."""
     ranks = range(world.job.world_size) if ranks is None else ranks
@@ -169,8 +171,9 @@ def test_ranks_of_several_members_count_against_nobody_and_nobody_moves() -> Non
     conclude(world, both)
     assert kinds(world) == {} and world.nodes_of_members() == [f"n{i}" for i in range(6)]
     assert world.membership.epoch == 2, "all go back from what nobody can trust"
-    assert "rank 1 of member 1 on n1, rank 2 of member 2 on n2 have wrong bytes" in (
-        world.messages("Corruption")[0]
+    assert (
+        "rank 1 of member 1 on n1, rank 2 of member 2 on n2 have wrong bytes"
+        in (world.messages("Corruption")[0])
     )
 
 
