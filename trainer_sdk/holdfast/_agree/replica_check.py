@@ -131,6 +131,11 @@ class ReplicaCheck:
         self._earlier: Divergence | None = None
         """Own report of an earlier epoch, while its steps are repeated."""
 
+    @property
+    def compares_all(self) -> bool:
+        """Whether every save is compared, also the first one. Any thread may ask."""
+        return self._every == 1
+
     # --- called by the training thread ------------------------------------------------------------
 
     def on_save_called(self, number: int, step: int) -> None:
@@ -164,7 +169,9 @@ class ReplicaCheck:
         Args:
             step: step of the save for which the session was opened.
         """
-        if earlier is None or not earlier.compared_all or self._every != 1 or step > earlier.step:
+        if earlier is None or step > earlier.step:
+            return
+        if not (earlier.compared_all and self.compares_all):
             return
         with self._rounds.change():
             if not self._history:
@@ -300,7 +307,7 @@ class ReplicaCheck:
             unit=str(wrong[0][0]),
             units=len(wrong),
             ranks=tuple(sorted(stated[0])[:RANKS_MAX]),
-            compared_all=self._every == 1,
+            compared_all=self.compares_all,
         )
         if outvoting := outvoted(stated):
             divergence = _with_wrong(divergence, outvoting, Proof.MAJORITY)
@@ -351,9 +358,10 @@ class ReplicaCheck:
         return ReplicasDivergedError(
             f"unit {unit}: ranks {list(ranks)} are replicas and no longer equal: at step {step} "
             f"rank {ranks[0]} holds different bytes from ranks {list(ranks[1:])}{others}; they "
-            f"were equal at {last_equal}; {who}. No snapshot is taken until a later comparison finds "
-            f"them equal; snapshots protected since {last_equal} may be mixtures of them. Look for what "
-            f"the ranks do differently: a gradient that is not reduced, a kernel, a device"
+            f"were equal at {last_equal}; {who}. No snapshot is taken until a later comparison "
+            f"finds them equal; snapshots protected since {last_equal} may be mixtures of them. "
+            f"Look for what the ranks do differently: a gradient that is not reduced, a kernel, a "
+            f"device"
         )
 
     def _give_up(self, error: Exception) -> None:

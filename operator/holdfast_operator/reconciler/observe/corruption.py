@@ -21,13 +21,18 @@ training that is not deterministic differ again and again, and no node is the ca
 
 def reported(observed: ClusterView, membership: Membership) -> Divergence | None:
     """What most ranks of the epoch conclude, in world ranks; None where they conclude nothing."""
-    told = Counter(
-        rank.divergence
+    told = {
+        rank.rank: rank.divergence
         for rank in ranks_in(observed, membership)
         if rank.divergence is not None and _is_of_world(rank.divergence, membership)
-    )
-    found, count = next(iter(told.most_common(1)), (None, 0))
-    return found if 2 * count > membership.world_size else None
+    }
+    found, count = next(iter(Counter(told.values()).most_common(1)), (None, 0))
+    if found is None or 2 * count <= membership.world_size:
+        return None
+    # The digests of a rank that has not reported yet would be lost with this epoch.
+    needed = found.ranks if found.proof is Proof.NONE else ()
+    known = all(told.get(membership.world.rank_of(rank)) == found for rank in needed)
+    return found if known else None
 
 
 def _is_of_world(divergence: Divergence, membership: Membership) -> bool:

@@ -210,6 +210,14 @@ def test_what_no_majority_of_the_ranks_reports_is_not_taken(ranks: list[int]) ->
     assert world.messages("Corruption") == [] and world.membership.epoch == 1
 
 
+def test_steps_are_not_repeated_before_both_candidates_have_reported_their_digests() -> None:
+    world = job_that()
+    conclude(world, PAIR, ranks=[0, 1, 3])
+    assert world.messages("Corruption") == [] and world.membership.epoch == 1
+    conclude(world, PAIR)
+    assert world.membership.epoch == 2
+
+
 def test_ranks_that_are_not_in_the_world_are_nonsense() -> None:
     world = job_that()
     conclude(world, replace(FOUND, wrong=(4,)))
