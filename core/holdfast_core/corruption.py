@@ -152,8 +152,5 @@ def changed(first: Mapping[int, int], again: Mapping[int, int]) -> frozenset[int
     if first.keys() != again.keys():
         return frozenset()
     same = {rank for rank, digest in first.items() if again[rank] == digest}
-    if not same or len({again[rank] for rank in same}) > 1:
-        return frozenset()
-    right = again[min(same)]
-    # A replica that had other bytes before, or has other ones now, is not the right one.
-    return frozenset(rank for rank in first if first[rank] != right or again[rank] != right)
+    right = {again[rank] for rank in same}
+    return first.keys() - same if len(right) == 1 else frozenset()

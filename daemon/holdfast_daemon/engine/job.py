@@ -909,9 +909,10 @@ class JobEngine:
         arena = self.memory.arenas.get((session.rank, session.layout_id))
         if arena is None or not session.allocated:
             return None
-        told_in, told = self.memory.rank(session.rank).divergence
-        is_open = told is not None and told.proof is Proof.NONE and told_in < session.epoch
-        return OpenedSession(session=session, arena=arena, earlier=told if is_open else None)
+        epoch, earlier = self.memory.rank(session.rank).divergence
+        if epoch >= session.epoch or (earlier is not None and earlier.proof is not Proof.NONE):
+            earlier = None
+        return OpenedSession(session=session, arena=arena, earlier=earlier)
 
     def committed(self, session_id: str, *, epoch: int, step: int) -> int | None:
         """The manifest's digest once the snapshot is sealed; None while it is being sealed.

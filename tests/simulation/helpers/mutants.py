@@ -1113,9 +1113,8 @@ MUTANTS = (
         edits=(
             (
                 "core/holdfast_core/corruption.py",
-                "    if not same or len({again[rank] for rank in same}) > 1:\n",
-                "    same = same or {min(first, default=0)} & first.keys()\n"
-                "    if not same or len({again[rank] for rank in same}) > 1:\n",
+                "    return first.keys() - same if len(right) == 1 else frozenset()\n",
+                "    return first.keys() - (same or {min(first, default=0)})\n",
             ),
         ),
         test="sdk/agree/test_corruption.py",

@@ -21,17 +21,17 @@ training that is not deterministic differ again and again, and no node is the ca
 
 def reported(observed: ClusterView, membership: Membership) -> Divergence | None:
     """What most ranks of the epoch conclude, in world ranks; None where they conclude nothing."""
-    told = {
+    reports = {
         rank.rank: rank.divergence
         for rank in ranks_in(observed, membership)
         if rank.divergence is not None and _is_of_world(rank.divergence, membership)
     }
-    found, count = next(iter(Counter(told.values()).most_common(1)), (None, 0))
+    found, count = next(iter(Counter(reports.values()).most_common(1)), (None, 0))
     if found is None or 2 * count <= membership.world_size:
         return None
     # The digests of a rank that has not reported yet would be lost with this epoch.
     needed = found.ranks if found.proof is Proof.NONE else ()
-    known = all(told.get(membership.world.rank_of(rank)) == found for rank in needed)
+    known = all(reports.get(membership.world.rank_of(rank)) == found for rank in needed)
     return found if known else None
 
 
@@ -79,8 +79,8 @@ def _in_words(
 
 _WHY = {
     Proof.MAJORITY: "most of its replicas have others, which are the same",
-    Proof.REPEATED: "when the steps were repeated, these bytes did not come again, and those of "
-    "its replicas did",
+    Proof.REPEATED: "the steps were executed twice, and these bytes were not the same both times, "
+    "as those of its replicas were",
     Proof.NONE: "as many of its replicas have these as have others, so this alone does not show "
     "which are wrong",
     Proof.UNDECIDED: "the steps were repeated, which did not show which are wrong: training is "
