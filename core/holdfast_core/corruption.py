@@ -151,6 +151,6 @@ def changed(first: Mapping[int, int], again: Mapping[int, int]) -> frozenset[int
     """
     if first.keys() != again.keys():
         return frozenset()
-    same = {rank for rank, digest in first.items() if again[rank] == digest}
-    right = {again[rank] for rank in same}
-    return first.keys() - same if len(right) == 1 else frozenset()
+    right = {digest for rank, digest in first.items() if again[rank] == digest}
+    wrong = frozenset(rank for rank, digest in first.items() if again[rank] != digest)
+    return wrong if len(right) == 1 else frozenset()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import holdfast
 
-STEPS = 60
+STEPS = 24
 WAIT_S = 60.0
 
 Sum = Callable[[torch.Tensor], object]
@@ -46,7 +46,7 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[t
     return [
         tensor.detach().clone()
         for parameter in model.parameters()
-        for tensor in (parameter, *optimizer.state[parameter].values())
+        for tensor in (parameter, *dict(sorted(optimizer.state[parameter].items())).values())
     ]
 
 

@@ -19,7 +19,7 @@ from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.job.status import Phase
 
 WAIT_S = 120.0
-FLIPS = 20
+FLIPS = 12
 WRONG = 1
 
 

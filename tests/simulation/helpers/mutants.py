@@ -1113,8 +1113,8 @@ MUTANTS = (
         edits=(
             (
                 "core/holdfast_core/corruption.py",
-                "    return first.keys() - same if len(right) == 1 else frozenset()\n",
-                "    return first.keys() - (same or {min(first, default=0)})\n",
+                "    return wrong if len(right) == 1 else frozenset()\n",
+                "    return wrong if right else wrong - {min(wrong, default=0)}\n",
             ),
         ),
         test="sdk/agree/test_corruption.py",

@@ -46,12 +46,12 @@ def test_a_strict_majority_and_nothing_less_names_those_that_it_contradicts(coun
 
 
 def test_a_replica_that_lacks_the_unit_is_one_that_differs() -> None:
-    assert contradicted({0: 5, 1: None, 2: 5}) == {1}
+    assert contradicted({0: 5, 1: None, 2: 5}) == frozenset({1})
     assert contradicted({0: 5, 1: None}) is None
 
 
 def test_equal_replicas_blame_nobody() -> None:
-    assert contradicted({0: 5, 1: 5, 2: 5}) == set()
+    assert contradicted({0: 5, 1: 5, 2: 5}) == frozenset()
     assert outvoted([{0: 5, 1: 5}]) == set()
     assert changed({0: 5, 1: 5}, {0: 5, 1: 5}) == set()
 
