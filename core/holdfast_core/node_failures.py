@@ -69,6 +69,8 @@ class FailureKind(StrEnum):
     """A check of the node failed, before an agent took part."""
     STRAGGLING = "Straggling"
     """A rank on the node was slow, step after step, and all others waited for it."""
+    CORRUPTION = "Corruption"
+    """A rank on the node had wrong bytes, and nothing else failed."""
 
 
 WEIGHTS: Mapping[FailureKind, float] = {
@@ -78,7 +80,10 @@ WEIGHTS: Mapping[FailureKind, float] = {
     FailureKind.FAILED_START: 1.0,
     FailureKind.FAILED_CHECK: 2.0,
     FailureKind.STRAGGLING: 0.5,
+    FailureKind.CORRUPTION: 2.0,
 }
+_LASTING = frozenset({FailureKind.STRAGGLING, FailureKind.CORRUPTION})
+"""Kinds that last: however often they are seen in an epoch, they are one failure in it."""
 IN_WORDS: Mapping[FailureKind, str] = {
     FailureKind.LOST_NODE: "node lost",
     FailureKind.LOST_RANK: "rank lost",
@@ -86,6 +91,7 @@ IN_WORDS: Mapping[FailureKind, str] = {
     FailureKind.FAILED_START: "failed start",
     FailureKind.FAILED_CHECK: "failed check",
     FailureKind.STRAGGLING: "slow rank",
+    FailureKind.CORRUPTION: "wrong bytes",
 }
 
 
@@ -315,12 +321,11 @@ def _order(failure: NodeFailure) -> tuple[float, str, str, int, str]:
 
 
 def _is_same(one: NodeFailure, other: NodeFailure) -> bool:
-    straggling = FailureKind.STRAGGLING  # does not keep a failure that follows from counting
-    return (
-        (one.job, one.epoch) == (other.job, other.epoch)
-        and (one.kind is straggling) == (other.kind is straggling)
-        and (one.kind is straggling or abs(one.at - other.at) < REPEAT_S)
-    )
+    if (one.job, one.epoch) != (other.job, other.epoch):
+        return False
+    if {one.kind, other.kind} & _LASTING:  # do not keep a failure that follows from counting
+        return one.kind is other.kind
+    return abs(one.at - other.at) < REPEAT_S
 
 
 def age_in_words(seconds: float) -> str:

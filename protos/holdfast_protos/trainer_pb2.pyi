@@ -343,6 +343,7 @@ class OpenReply(_message.Message):
     SLOT_BYTES_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     RETAINED_STEP_FIELD_NUMBER: _builtins.int
+    EARLIER_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     token: _builtins.str
     """for the arena socket: the arena's descriptor, which carries the claim"""
@@ -350,6 +351,10 @@ class OpenReply(_message.Message):
     slot_bytes: _builtins.int
     slots: _builtins.int
     retained_step: _builtins.int
+    @_builtins.property
+    def earlier(self) -> _values_pb2.Divergence:
+        """What the rank reported in an earlier epoch of a divergence in which no rank was named."""
+
     def __init__(
         self,
         *,
@@ -359,10 +364,11 @@ class OpenReply(_message.Message):
         slot_bytes: _builtins.int = ...,
         slots: _builtins.int = ...,
         retained_step: _builtins.int = ...,
+        earlier: _values_pb2.Divergence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["earlier", b"earlier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "retained_step", b"retained_step", "session", b"session", "slot_bytes", b"slot_bytes", "slots", b"slots", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "earlier", b"earlier", "retained_step", b"retained_step", "session", b"session", "slot_bytes", b"slot_bytes", "slots", b"slots", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -678,6 +684,7 @@ class ProgressReport(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
+    DIVERGENCE_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     step: _builtins.int
     skipped: _builtins.int
@@ -706,6 +713,10 @@ class ProgressReport(_message.Message):
     def times(self) -> _values_pb2.StepTimes:
         """newest window of steps; absent before the first"""
 
+    @_builtins.property
+    def divergence(self) -> _values_pb2.Divergence:
+        """newest of replicas; absent while they are equal"""
+
     def __init__(
         self,
         *,
@@ -722,10 +733,11 @@ class ProgressReport(_message.Message):
         loss: _values_pb2.LossReport | None = ...,
         plan: _values_pb2.ExpertPlanReport | None = ...,
         times: _values_pb2.StepTimes | None = ...,
+        divergence: _values_pb2.Divergence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "plan", b"plan", "times", b"times"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["divergence", b"divergence", "loss", b"loss", "plan", b"plan", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "failure", b"failure", "failure_code", b"failure_code", "interval_steps", b"interval_steps", "loss", b"loss", "plan", b"plan", "save_period_s", b"save_period_s", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step", "times", b"times", "window_steps", b"window_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["divergence", b"divergence", "failed", b"failed", "failure", b"failure", "failure_code", b"failure_code", "interval_steps", b"interval_steps", "loss", b"loss", "plan", b"plan", "save_period_s", b"save_period_s", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step", "times", b"times", "window_steps", b"window_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -857,3 +857,93 @@ class StepTimes(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepTimes: _TypeAlias = StepTimes  # noqa: Y015
+
+@_typing.final
+class Divergence(_message.Message):
+    """A comparison in which replicas differed (holdfast_core.corruption.Divergence). Ranks are world
+    ranks.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    EQUAL_STEP_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
+    UNITS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    WRONG_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
+    COMPARED_ALL_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    equal_step: _builtins.int
+    """newest step before it at which they were equal"""
+    unit: _builtins.str
+    """the first that differed"""
+    units: _builtins.int
+    """how many did"""
+    proof: _builtins.str
+    """how that is known"""
+    compared_all: _builtins.bool
+    """every save is compared before its commit"""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """that hold the unit"""
+
+    @_builtins.property
+    def wrong(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """that hold wrong bytes"""
+
+    @_builtins.property
+    def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___ComparedStep]:
+        """of the rank that reports it; not in heartbeats"""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        equal_step: _builtins.int | None = ...,
+        unit: _builtins.str = ...,
+        units: _builtins.int = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        wrong: _abc.Iterable[_builtins.int] | None = ...,
+        proof: _builtins.str = ...,
+        compared_all: _builtins.bool = ...,
+        history: _abc.Iterable[Global___ComparedStep] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_equal_step", b"_equal_step", "equal_step", b"equal_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_equal_step", b"_equal_step", "compared_all", b"compared_all", "equal_step", b"equal_step", "history", b"history", "proof", b"proof", "ranks", b"ranks", "step", b"step", "unit", b"unit", "units", b"units", "wrong", b"wrong"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__equal_step: _TypeAlias = _typing.Literal["equal_step"]  # noqa: Y015
+    _WhichOneofArgType__equal_step: _TypeAlias = _typing.Literal["_equal_step", b"_equal_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__equal_step) -> _WhichOneofReturnType__equal_step | None: ...
+
+Global___Divergence: _TypeAlias = Divergence  # noqa: Y015
+
+@_typing.final
+class ComparedStep(_message.Message):
+    """Digests of one rank over what it shares with others, after one step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    DENSE_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    dense: _builtins.int
+    experts: _builtins.int
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        dense: _builtins.int = ...,
+        experts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dense", b"dense", "experts", b"experts", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComparedStep: _TypeAlias = ComparedStep  # noqa: Y015

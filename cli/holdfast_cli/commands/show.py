@@ -137,6 +137,8 @@ def status_view(
         parts.append(Text(f"started from {line}: {local.line_reason}", style="dim"))
     for straggler in status.get("stragglers") or []:
         parts.append(Text(f"SLOW: {straggler.get('text', '')}", style="yellow"))
+    if corruption := (status.get("lastCorruption") or {}).get("text"):
+        parts.append(Text(f"CORRUPT: {corruption}", style="bold red"))
     # Lines: figures, in words that the operator's code wrote.
     for part, style in (
         *(("tokenLoss", ""), ("experts", "")),

@@ -200,6 +200,8 @@ def _attention(status: Object) -> Iterator[str]:
         if message and ((kind in _GOOD and word == "False") or (kind in _BAD and word == "True")):
             lines.append(f"{kind} is {word} ({condition.get('reason')}): {message}")
     lines += [each["text"] for each in status.get("stragglers") or [] if each.get("text")]
+    if text := (status.get("lastCorruption") or {}).get("text"):
+        lines.append(f"replicas diverged: {text}")
     if status.get("keptUntil"):
         lines.append(
             f"its snapshots stay in memory until {status['keptUntil']}: mend the cause and resume "

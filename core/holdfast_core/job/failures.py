@@ -46,6 +46,13 @@ class OnStraggler(StrEnum):
     REPLACE = "Replace"
 
 
+class OnCorruption(StrEnum):
+    """Response to a replica that has other bytes than the others."""
+
+    REPORT = "Report"
+    REPLACE = "Replace"
+
+
 class Detection(Document, frozen=True, kw_only=True):
     """When something silent counts as lost."""
 
@@ -301,6 +308,20 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             },
         ),
     ] = OnStraggler.REPORT
+    on_corruption: Annotated[
+        OnCorruption,
+        Meta(
+            description="what to do when replicas hold different bytes",
+            examples=["Report"],
+            extra={
+                "more": "Report: an event and status.lastCorruption name the rank that is wrong, "
+                "where a majority of replicas shows it, and its node is avoided later. Replace: "
+                "besides, all ranks go back to the newest generation, which is from before that, "
+                "and its member moves to a spare. Of two replicas, both repeat the steps, and the "
+                "one whose bytes do not come again moves. At most once in a day."
+            },
+        ),
+    ] = OnCorruption.REPORT
     detection: Detection = Detection()
     rules: Annotated[
         tuple[FailureRule, ...],

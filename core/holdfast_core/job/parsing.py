@@ -31,6 +31,7 @@ from holdfast_core.job.failures import (
     FailurePolicy,
     FailureRule,
     On,
+    OnCorruption,
     OnStraggler,
 )
 from holdfast_core.job.local_differences import local_differences
@@ -62,6 +63,7 @@ __all__ = [
     "Gang",
     "MoETrainingJob",
     "On",
+    "OnCorruption",
     "OnStraggler",
     "PolicyType",
     "Scheduling",

@@ -235,6 +235,19 @@ _WORLD = (
         field=".failurePolicy.onStraggler",
     ),
     Rule(
+        rule="self.redundancy.type != 'None' || self.failurePolicy.onCorruption != 'Replace'",
+        says="Replace moves a member away from its memory, which nothing rebuilds with "
+        "redundancy.type None; use Report, or choose another redundancy.type",
+        field=".failurePolicy.onCorruption",
+    ),
+    Rule(
+        rule="self.snapshot.compareReplicasEvery == 1 || "
+        "self.failurePolicy.onCorruption != 'Replace'",
+        says="Replace goes back to the newest generation, which may itself hold wrong bytes "
+        "unless every save is compared; use Report, or set snapshot.compareReplicasEvery to 1",
+        field=".failurePolicy.onCorruption",
+    ),
+    Rule(
         rule="self.redundancy.type == 'None' || self.nodes != 1",
         says="a job of one node has no other node for its parity; use redundancy.type None, or "
         "at least 2 nodes",
@@ -481,6 +494,11 @@ _TRAINER = (
     _not_for_external(
         ".failurePolicy.onStraggler",
         "self.failurePolicy.onStraggler == 'Replace'",
+        "use Report",
+    ),
+    _not_for_external(
+        ".failurePolicy.onCorruption",
+        "self.failurePolicy.onCorruption == 'Replace'",
         "use Report",
     ),
     _not_for_external(".failurePolicy.spares", "self.failurePolicy.spares != 0", "remove it"),

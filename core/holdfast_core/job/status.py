@@ -283,6 +283,45 @@ class FailureStatus(_Part, frozen=True, kw_only=True):
     ) = None
 
 
+class CorruptionStatus(_Part, frozen=True, kw_only=True):
+    """The newest comparison in which replicas held different bytes."""
+
+    text: Annotated[str, Meta(description="what is wrong, and how that is known")] | None = None
+    unit: Annotated[str, Meta(description="the first unit that differed")] | None = None
+    step: Annotated[int, Meta(description="the step after which it differed")] | None = None
+    equal_step: (
+        Annotated[int, Meta(description="the newest step before that after which all were equal")]
+        | None
+    ) = None
+    ranks: (
+        Annotated[
+            tuple[int, ...],
+            Meta(
+                extra={
+                    "title": "The wrong ranks; with proof None or Undecided, those in question."
+                },
+                extra_json_schema={"x-kubernetes-list-type": "atomic"},
+            ),
+        ]
+        | None
+    ) = None
+    member: (
+        Annotated[int, Meta(description="the index of their member, if it is known and one")] | None
+    ) = None
+    node: Annotated[str, Meta(description="the node that this member had then")] | None = None
+    proof: (
+        Annotated[
+            str,
+            Meta(
+                description="how the ranks are known: Majority, Repeated, None or Undecided",
+                examples=["Majority"],
+            ),
+        ]
+        | None
+    ) = None
+    epoch: Annotated[int, Meta(description="the epoch in which that was found")] | None = None
+
+
 class JobStatus(_Part, frozen=True, kw_only=True):
     """What the operator sees of the job."""
 
@@ -376,6 +415,11 @@ class JobStatus(_Part, frozen=True, kw_only=True):
         | None
     ) = None
     last_failure: FailureStatus | None = None
+    last_corruption: CorruptionStatus | None = None
+    corruption_count: (
+        Annotated[int, Meta(description="how often replicas have diverged, if they ever have")]
+        | None
+    ) = None
     strength: StrengthStatus | None = None
     members: (
         Annotated[

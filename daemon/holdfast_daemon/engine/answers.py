@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast_core.corruption import Divergence
 from holdfast_core.errors import NoRecoveryLineError
 from holdfast_core.protection import recovery
 from holdfast_core.snapshots.generations import Generation, Line
@@ -26,6 +27,8 @@ class OpenedSession:
 
     session: TrainerSession
     arena: ArenaView
+    earlier: Divergence | None
+    """What the rank reported in an earlier epoch of a divergence in which no rank was named."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from holdfast_core.catalogue.events import JobEvent
+from holdfast_core.corruption import Divergence, Proof
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import (
     CorruptError,
@@ -569,6 +570,7 @@ class JobEngine:
         loss: LossReport | None = None,
         plan: PlanReport | None = None,
         times: StepTimes | None = None,
+        divergence: Divergence | None = None,
     ) -> None:
         """Record a rank's sign of life and the state of its saves.
 
@@ -592,6 +594,9 @@ class JobEngine:
         record.loss, record.plan = loss, plan
         if session.epoch == self.memory.epoch:
             record.times = (session.epoch, times)
+            # The report of an earlier epoch is kept until this one has another.
+            if divergence is not None or record.divergence[0] == session.epoch:
+                record.divergence = (session.epoch, divergence)
 
     def follows(self, rank: int, pid: int, size: int = 0) -> int:
         """Record that the worker of `rank` follows its worlds from now on, until `unfollows`.
@@ -904,7 +909,10 @@ class JobEngine:
         arena = self.memory.arenas.get((session.rank, session.layout_id))
         if arena is None or not session.allocated:
             return None
-        return OpenedSession(session=session, arena=arena)
+        epoch, earlier = self.memory.rank(session.rank).divergence
+        if epoch >= session.epoch or (earlier is not None and earlier.proof is not Proof.NONE):
+            earlier = None
+        return OpenedSession(session=session, arena=arena, earlier=earlier)
 
     def committed(self, session_id: str, *, epoch: int, step: int) -> int | None:
         """The manifest's digest once the snapshot is sealed; None while it is being sealed.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from holdfast_core.corruption import Divergence
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import MemoryBudgetError, refuses_saves
 from holdfast_core.experts.loss_reports import LossReport, merged
@@ -60,6 +61,8 @@ class RankOverview:
     loss: LossReport | None
     times: StepTimes | None
     """How its newest steps in this epoch were divided; None without a session."""
+    divergence: Divergence | None
+    """Newest divergence of replicas in this epoch; None while they are equal."""
     committed: Generation | None
     """The newest snapshot of the rank that is sealed here."""
 
@@ -274,6 +277,7 @@ def evidence(memory: JobMemory) -> tuple[object, ...]:
                 record.last_step > start,
                 is_unprotected(memory, record),
                 record.oom_killed_in,
+                record.divergence,
             )
             for record in map(memory.rank, memory.my_ranks())
         ),
@@ -400,6 +404,7 @@ def _rank(memory: JobMemory, rank: int, committed: set[Generation]) -> RankOverv
         pace=record.pace,
         loss=record.loss,
         times=record.times[1] if record.session and record.times[0] == memory.epoch else None,
+        divergence=record.divergence[1] if record.divergence[0] == memory.epoch else None,
         committed=max(committed, default=None),
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from holdfast_core.catalogue.events import JobEvent
+from holdfast_core.corruption import Divergence
 from holdfast_core.durable.choice import Found
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError
@@ -131,6 +132,8 @@ class RankRecord:
     """Expert plan of its world; None without uneven copies."""
     times: tuple[int, StepTimes | None] = (0, None)
     """(epoch, how the newest steps of its session in that epoch were divided)."""
+    divergence: tuple[int, Divergence | None] = (0, None)
+    """(epoch, the newest divergence of replicas that it has reported in that epoch)."""
     restored: tuple[Generation | None, RestoreSource] | None = None
     """Generation that the rank was given to restore in this epoch, and its source. Of a rank that
     goes on live: the epoch, the step whose state it has, and LIVE, or the source of what it has

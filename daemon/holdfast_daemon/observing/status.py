@@ -14,6 +14,7 @@ from holdfast_daemon.engine import Inspection
 from holdfast_daemon.engine.overview import JobOverview, PersistOverview, RankOverview
 from holdfast_daemon.job.host import JobHost
 from holdfast_protos import codec, control_pb2
+from holdfast_protos.divergences import divergence_to_proto
 from holdfast_protos.expert_plans import plan_to_proto
 from holdfast_protos.inspections import processes_to_proto
 from holdfast_protos.losses import loss_to_proto
@@ -116,6 +117,9 @@ def _rank(rank: RankOverview, now: float) -> control_pb2.RankState:
         exit_reason=rank.exit_reason,
         oom_killed_in=rank.oom_killed_in,
         times=None if rank.times is None else times_to_proto(rank.times),
+        divergence=(
+            None if rank.divergence is None else divergence_to_proto(rank.divergence.essence)
+        ),
     )
 
 

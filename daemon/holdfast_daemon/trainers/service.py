@@ -44,6 +44,7 @@ from holdfast_daemon.trainers.auth import Authenticator
 from holdfast_daemon.trainers.claims import Claims, SessionSeal
 from holdfast_daemon.trainers.waiting_agents import WaitingAgents
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.divergences import divergence_from_proto, divergence_to_proto
 from holdfast_protos.expert_plans import plan_from_proto
 from holdfast_protos.inspections import processes_from_proto
 from holdfast_protos.losses import rank_loss_from_proto
@@ -235,6 +236,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             arena_bytes=arena.nbytes,
             slot_bytes=opened.arena.layout.slot_bytes,
             slots=arena.slots,
+            earlier=None if opened.earlier is None else divergence_to_proto(opened.earlier),
         )
 
     @_translating
@@ -352,6 +354,11 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             loss=rank_loss_from_proto(request.loss) if request.HasField("loss") else None,
             plan=plan_from_proto(request.plan) if request.HasField("plan") else None,
             times=times_from_proto(request.times) if request.HasField("times") else None,
+            divergence=(
+                divergence_from_proto(request.divergence)
+                if request.HasField("divergence")
+                else None
+            ),
             now=host.now,
         )
         return trainer_pb2.ProgressReply()

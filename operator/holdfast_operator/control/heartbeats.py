@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import inf
 
+from holdfast_core.corruption import Divergence
 from holdfast_core.errors import known_code
 from holdfast_core.inspections import FRAMES_SENT_MAX
 from holdfast_core.last_lines import last_lines
@@ -17,6 +18,7 @@ from holdfast_operator.reconciler.observe.views import (
     RankView,
 )
 from holdfast_protos import codec, control_pb2, values_pb2
+from holdfast_protos.divergences import divergence_from_proto
 from holdfast_protos.expert_plans import plan_from_proto
 from holdfast_protos.inspections import processes_from_proto
 from holdfast_protos.losses import loss_from_proto
@@ -135,7 +137,15 @@ def _rank_view(state: control_pb2.RankState) -> RankView:
         exit_reason=EndReason.of(state.exit_reason),
         oom_killed_in=state.oom_killed_in,
         times=times_from_proto(state.times) if state.HasField("times") else None,
+        divergence=_divergence(state),
     )
+
+
+def _divergence(state: control_pb2.RankState) -> Divergence | None:
+    if not state.HasField("divergence"):
+        return None
+    found = divergence_from_proto(state.divergence)
+    return None if found is None else found.essence
 
 
 def identity_of(view: NodeView) -> tuple[object, ...]:
@@ -153,6 +163,7 @@ def evidence_of(view: JobView) -> object:
             (
                 *(each.rank, each.pid, each.lost, each.restored, each.restored_from),
                 *(each.exit_code, each.exit_reason, each.oom_killed_in, each.unprotected),
+                each.divergence,
             )
             for each in view.ranks
         ),

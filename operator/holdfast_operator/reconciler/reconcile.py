@@ -54,6 +54,7 @@ from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership, Redundancy
 from holdfast_core.states import RestoreSource
+from holdfast_operator.reconciler.failures.corruption import note_corruption
 from holdfast_operator.reconciler.failures.deadlines import (
     delete_when_due,
     fail_when_overdue,
@@ -507,6 +508,7 @@ _RULES = (
     note_losses,
     note_plan,
     note_unprotected,
+    note_corruption,
     note_late_ends,
     note_shortages,
     _note_resumption,

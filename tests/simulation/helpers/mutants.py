@@ -1086,6 +1086,83 @@ MUTANTS = (
         edits=((f"{KUBE}/job/fleet.py", "loop is not None and (loop.has_looked", "(loop is None"),),
         test="operator_side/kube/test_fleet.py",
     ),
+    Mutant(
+        name="let half of the replicas outvote the other half",
+        edits=(
+            (
+                "core/holdfast_core/corruption.py",
+                "    if 2 * count <= len(stated):\n",
+                "    if 2 * count < len(stated):\n",
+            ),
+        ),
+        test="core/test_corruption.py",
+    ),
+    Mutant(
+        name="blame a minority that does not explain all differences",
+        edits=(
+            (
+                "core/holdfast_core/corruption.py",
+                "            return frozenset()\n    return wrong\n",
+                "            continue\n    return wrong\n",
+            ),
+        ),
+        test="core/test_corruption.py",
+    ),
+    Mutant(
+        name="blame somebody although repeated steps gave nobody's bytes again",
+        edits=(
+            (
+                "core/holdfast_core/corruption.py",
+                "    return wrong if len(right) == 1 else frozenset()\n",
+                "    return wrong if right else wrong - {min(wrong, default=0)}\n",
+            ),
+        ),
+        test="sdk/agree/test_corruption.py",
+    ),
+    Mutant(
+        name="judge by the last comparison that differed, to which gradients have spread",
+        edits=(
+            (
+                "trainer_sdk/holdfast/_agree/replica_check.py",
+                "        elif not verdict.differing or self.problem is None:\n",
+                "        else:\n",
+            ),
+        ),
+        test="sdk/agree/test_corruption.py",
+    ),
+    Mutant(
+        name="keep processes whose state wrong gradients have reached",
+        edits=(
+            (
+                f"{RECONCILER}/membership/recovering.py",
+                "    anew = corrupt or any(",
+                "    anew = any(",
+            ),
+        ),
+        test="operator_side/reconciler/test_corruption.py",
+    ),
+    Mutant(
+        name="replace a node each time that replicas differ",
+        edits=(
+            (
+                f"{RECONCILER}/observe/corruption.py",
+                "undone_at is not None and now - undone_at < PAUSE_S",
+                "undone_at is not None and now < undone_at",
+            ),
+        ),
+        test="operator_side/reconciler/test_corruption.py",
+    ),
+    Mutant(
+        name="go back to generations that nobody has compared",
+        edits=(
+            (
+                f"{RECONCILER}/observe/corruption.py",
+                "or last.epoch != membership.epoch or not last.compared_all:",
+                "or last.epoch != membership.epoch:",
+            ),
+        ),
+        test="operator_side/reconciler/test_corruption.py",
+    ),
 )
 
 

@@ -50,8 +50,8 @@ def test_panels_have_data_from_the_start_and_first_events_raise_their_alerts(
         operator.set("jobs", 0, phase=phase)
     operator.set("certificate_expires_timestamp_seconds", 2e9, certificate="own")
     operator.replace_all("job_phase", {("team-a", "llm", "Running"): 1})
-    for name in ("job_recoveries", "job_members_missing", "job_unprotected", "job_stragglers"):
-        operator.replace_all(name, {("team-a", "llm"): 0})
+    for name in ("recoveries", "members_missing", "unprotected", "stragglers", "corruptions"):
+        operator.replace_all(f"job_{name}", {("team-a", "llm"): 0})
     daemon.begin_job("team-a.llm")
     with exposed(operator.registry) as first, exposed(daemon.registry) as second:
         scrapes: Scrapes = {"operator": [(first, {})], "daemons": [(second, {"node": "n1"})]}

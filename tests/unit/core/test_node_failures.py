@@ -124,11 +124,11 @@ def test_a_failure_that_is_seen_again_soon_counts_once() -> None:
     assert len(days_later["n3"]) == 2, "of a job made again, whose epochs begin anew"
 
 
-def test_a_node_that_is_slow_throughout_an_epoch_failed_once_in_it() -> None:
-    straggling = FailureKind.STRAGGLING
-    before, now = failure(0.5, kind=straggling), failure(kind=straggling)
+@pytest.mark.parametrize("lasts", [FailureKind.STRAGGLING, FailureKind.CORRUPTION])
+def test_what_lasts_throughout_an_epoch_is_one_failure_in_it(lasts: FailureKind) -> None:
+    before, now = failure(0.5, kind=lasts), failure(kind=lasts)
     assert added({"n3": (before,)}, ("n3", now)) == {"n3": (before,)}
-    others = [failure(), failure(kind=straggling, epoch=2)]
+    others = [failure(), failure(kind=lasts, epoch=2)]
     found = added({"n3": (before,)}, *(("n3", each) for each in others))
     assert len(found["n3"]) == 3
 

@@ -15,11 +15,19 @@ Ranks exchange digests in the order in which the training loop calls its saves, 
 that nothing else uses. Neither training nor the copies wait for the exchange. They hand over their
 digests, or the fact that they have none, and the saver waits for the verdict once its bytes are
 staged.
+
+A comparison in which replicas differ also concludes which rank is wrong, if that is known
+(`holdfast_core.corruption`): at once where a majority of the replicas holds the same bytes, and
+otherwise once the steps since the last generation are repeated in another epoch. For that the
+report of each rank contains its digests of the newest compared steps, and its daemon hands them to
+the next session.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,8 +35,17 @@ import msgspec
 import xxhash
 
 from holdfast._agree.exchange import Exchange
-from holdfast._agree.replicas import UnitDigests, differing, differing_copies
+from holdfast._agree.replicas import UnitDigests, differing, differing_copies, replicas_of
 from holdfast._agree.rounds import Round, Rounds
+from holdfast_core.corruption import (
+    HISTORY_MAX,
+    RANKS_MAX,
+    Compared,
+    Divergence,
+    Proof,
+    changed,
+    outvoted,
+)
 from holdfast_core.errors import HoldfastError, ReplicasDivergedError, SnapshotSkippedError
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_core.topology import Topology
@@ -46,6 +63,10 @@ class _Statement(msgspec.Struct, frozen=True):
     these differ."""
     seated: dict[str, int] = {}
     """Digests of the experts in this rank's seats. Other ranks may have other experts."""
+    earlier: Divergence | None = None
+    """Divergence of an earlier epoch, up to whose step this epoch repeats steps."""
+    before: Compared | None = None
+    """Digests of this rank after the same step in that epoch."""
 
     @classmethod
     def of(cls, digests: UnitDigests | None) -> _Statement:
@@ -70,6 +91,10 @@ class _Verdict:
     missing: tuple[int, ...] = ()
     """Ranks that did not take the save."""
     differing: tuple[tuple[UnitKey, tuple[int, ...]], ...] = ()
+    divergence: Divergence | None = None
+    """What these differences show, or what the repeated steps do; None if neither is there."""
+    repeats: bool = False
+    """Whether further steps are repeated of which earlier digests are known."""
 
 
 class ReplicaCheck:
@@ -98,6 +123,18 @@ class ReplicaCheck:
         """The verdict on that save; None until it is reached."""
         self._equal_step: int | None = None
         """Newest step at which replicas were found equal."""
+        self.divergence: Divergence | None = None
+        """What the comparisons have shown; None while replicas are equal, unless repeated steps
+        have shown who was wrong in an earlier epoch. Any thread may read it."""
+        self._history: deque[Compared] = deque(maxlen=HISTORY_MAX)
+        """Own digests of the newest compared steps."""
+        self._earlier: Divergence | None = None
+        """Own report of an earlier epoch, while its steps are repeated."""
+
+    @property
+    def compares_all(self) -> bool:
+        """Whether every save is compared, also the first one. Any thread may ask."""
+        return self._every == 1
 
     # --- called by the training thread ------------------------------------------------------------
 
@@ -124,6 +161,21 @@ class ReplicaCheck:
                     self._digests.setdefault(number, None)
 
     # --- called by the saver ----------------------------------------------------------------------
+
+    def expect_repeated(self, earlier: Divergence | None, step: int) -> None:
+        """Take this rank's own report of a divergence in an earlier epoch, from the daemon. It is
+        of no use if that epoch did not end with a return to a generation from before it.
+
+        Args:
+            step: step of the save for which the session was opened.
+        """
+        if earlier is None or step > earlier.step:
+            return
+        if not (earlier.compared_all and self.compares_all):
+            return
+        with self._rounds.change():
+            if not self._history:
+                self._earlier = earlier
 
     def due(self, number: int, wait_s: float) -> bool:
         """Whether save `number` is compared. If so, the saver calls `hand_over`, or
@@ -217,7 +269,8 @@ class ReplicaCheck:
     def _find_verdict(self, number: int, digests: UnitDigests | None) -> _Verdict:
         """Compare the statements of all ranks. Collective."""
         # Exchange one digest for all units of a kind, and see which ranks took the save.
-        own = _Statement.of(digests)
+        step = self._steps[number]
+        own = self._statement(step, digests)
         statements = [
             _STATEMENT.decode(text) for text in self._exchange.gather(msgspec.json.encode(own))
         ]
@@ -230,17 +283,61 @@ class ReplicaCheck:
             len({getattr(statements[rank], kind) for rank in group if rank in present}) == 1
             for group, kind in groups
         )
+        # Steps that are repeated may show who was wrong when they were first executed.
+        earlier = next((each.earlier for each in statements if each.earlier is not None), None)
+        repeated = frozenset[int]()
+        if earlier is not None and not missing and step <= earlier.step:
+            repeated = frozenset().union(*(_repeated(statements, *each) for each in groups))
+        repeats = earlier is not None and (step < earlier.step or bool(missing))
         if equal and not differing_copies(dict(enumerate(one.seated for one in statements))):
-            return _Verdict(number, missing)
+            if earlier is None or repeats:
+                return _Verdict(number, missing, repeats=repeats)
+            return _Verdict(number, divergence=_judged(earlier, repeated))
         # They differ: exchange the digests of all units to find which ones.
         texts = self._exchange.gather(msgspec.json.encode(digests or UnitDigests()))
         units = {rank: _DIGESTS.decode(text) for rank, text in enumerate(texts)}
-        wrong = differing({rank: units[rank] for rank in present}, self._topology)
-        return _Verdict(number, missing, tuple((unit, tuple(ranks)) for unit, ranks in wrong))
+        held = {rank: units[rank] for rank in present}
+        wrong = differing(held, self._topology)
+        if not wrong:
+            return _Verdict(number, missing, repeats=repeats)
+        stated = [_stated(held, unit, ranks[0], self._topology) for unit, ranks in wrong]
+        divergence = Divergence(
+            step=step,
+            equal_step=self._equal_step,
+            unit=str(wrong[0][0]),
+            units=len(wrong),
+            ranks=tuple(sorted(stated[0])[:RANKS_MAX]),
+            compared_all=self.compares_all,
+        )
+        if outvoting := outvoted(stated):
+            divergence = _with_wrong(divergence, outvoting, Proof.MAJORITY)
+        elif earlier is not None:
+            divergence = _judged(divergence, repeated)
+        found = tuple((unit, tuple(ranks)) for unit, ranks in wrong)
+        return _Verdict(number, missing, found, divergence)
+
+    def _statement(self, step: int, digests: UnitDigests | None) -> _Statement:
+        """This rank's statement on the save of `step`, which it remembers."""
+        own, earlier = _Statement.of(digests), self._earlier
+        if own.dense is not None and own.experts is not None:
+            self._history.append(Compared(step=step, dense=own.dense, experts=own.experts))
+        if earlier is None:
+            return own
+        before = earlier.compared_at(step)
+        return msgspec.structs.replace(own, earlier=earlier.essence, before=before)
 
     def _take(self, verdict: _Verdict) -> None:
         """Set or clear the problem by the verdict of a comparison."""
-        step = self._steps[verdict.number]
+        step, divergence = self._steps[verdict.number], verdict.divergence
+        if divergence is None:
+            if not verdict.missing and self.problem is not None:
+                self.divergence = None  # they are equal again
+        elif not verdict.differing or self.problem is None:
+            # Of replicas that go on to differ, the first comparison counts: gradients spread what
+            # is wrong.
+            self.divergence = msgspec.structs.replace(divergence, history=tuple(self._history))
+        if not verdict.repeats:
+            self._earlier = None
         if verdict.differing:
             self.problem = self._divergence_error(verdict, step)
         elif not verdict.missing:
@@ -253,12 +350,18 @@ class ReplicaCheck:
         more = len(verdict.differing) - 1
         others = f" ({more} more units differ)" if more else ""
         last_equal = "the first save" if self._equal_step is None else f"step {self._equal_step}"
+        divergence = verdict.divergence
+        assert divergence is not None
+        who = "as many hold these bytes as others, so nobody knows which are wrong"
+        if divergence.wrong:
+            who = f"ranks {list(divergence.wrong)} are wrong ({divergence.proof})"
         return ReplicasDivergedError(
             f"unit {unit}: ranks {list(ranks)} are replicas and no longer equal: at step {step} "
             f"rank {ranks[0]} holds different bytes from ranks {list(ranks[1:])}{others}; they "
-            f"were equal at {last_equal}. No snapshot is taken until a later comparison finds them "
-            f"equal; snapshots protected since {last_equal} may be mixtures of them. Look for what "
-            f"the ranks do differently: a gradient that is not reduced, a kernel, a device"
+            f"were equal at {last_equal}; {who}. No snapshot is taken until a later comparison "
+            f"finds them equal; snapshots protected since {last_equal} may be mixtures of them. "
+            f"Look for what the ranks do differently: a gradient that is not reduced, a kernel, a "
+            f"device"
         )
 
     def _give_up(self, error: Exception) -> None:
@@ -267,3 +370,37 @@ class ReplicaCheck:
         _log.warning("replicas are no longer compared: %s", error)
         self._steps.clear()
         self._digests.clear()
+
+
+def _stated(
+    held: Mapping[int, UnitDigests], unit: UnitKey, rank: int, topology: Topology
+) -> dict[int, int | None]:
+    """Rank → its digest of `unit`, of those that hold replicas of the one that `rank` holds; None
+    where it has none."""
+    name = str(unit)
+    if name in held[rank].seated:
+        return {r: each.seated[name] for r, each in held.items() if name in each.seated}
+    replicas = replicas_of(topology, rank, unit)
+    return {r: held[r].shared.get(name) for r in replicas if r in held}
+
+
+def _repeated(
+    statements: Sequence[_Statement], group: tuple[int, ...], kind: str
+) -> frozenset[int]:
+    """Ranks of a group of replicas whose bytes were wrong before this step was repeated, or are
+    now."""
+    first = {r: getattr(one, kind) for r in group if (one := statements[r].before) is not None}
+    again = {r: getattr(statements[r], kind) for r in group}
+    if len({*first.values(), *again.values()}) == 1:
+        return frozenset()
+    return changed(first, again)
+
+
+def _judged(divergence: Divergence, wrong: frozenset[int]) -> Divergence:
+    """`divergence` with what repeated steps have shown of it."""
+    return _with_wrong(divergence, wrong, Proof.REPEATED if wrong else Proof.UNDECIDED)
+
+
+def _with_wrong(divergence: Divergence, wrong: frozenset[int], proof: Proof) -> Divergence:
+    named = tuple(sorted(wrong)[:RANKS_MAX])
+    return msgspec.structs.replace(divergence, wrong=named, proof=proof)

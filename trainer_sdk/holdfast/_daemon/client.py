@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 
 from holdfast._copying.arena import MappedArena, claim_arena, read_arena
 from holdfast._daemon.token import Metadata, Token
+from holdfast_core.corruption import Divergence
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.experts.loss_reports import LossReport
@@ -31,6 +32,7 @@ from holdfast_core.states import RestoreProgress, RestoreSource
 from holdfast_core.stragglers import StepTimes
 from holdfast_protos import codec, persisting, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.connections import channels
+from holdfast_protos.divergences import divergence_from_proto, divergence_to_proto
 from holdfast_protos.expert_plans import plan_to_proto
 from holdfast_protos.loading import progress_from_proto
 from holdfast_protos.losses import loss_to_proto
@@ -102,6 +104,8 @@ class Opened:
     slot_bytes: int
     slots: int
     """Number of slots in the arena."""
+    earlier: Divergence | None = None
+    """Divergence in which this rank took part in an earlier epoch, if no rank was named."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,6 +249,7 @@ class TrainerReport(SaveTotals):
     loss: LossReport | None = None
     plan: PlanReport | None = None
     times: StepTimes | None = None
+    divergence: Divergence | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -401,7 +406,14 @@ class GrpcClient:
     def open(self, request: OpenRequest, timeout_s: float) -> Opened:
         message = _message(trainer_pb2.OpenRequest, request, pid=os.getpid(), **self._caller)
         reply = self._ask(self._stub.Open, message, timeout_s)
-        return Opened(**{field.name: getattr(reply, field.name) for field in fields(Opened)})
+        return Opened(
+            session=reply.session,
+            token=reply.token,
+            arena_bytes=reply.arena_bytes,
+            slot_bytes=reply.slot_bytes,
+            slots=reply.slots,
+            earlier=divergence_from_proto(reply.earlier) if reply.HasField("earlier") else None,
+        )
 
     def claim(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
         return claim_arena(self._arena_socket, token, nbytes, timeout_s=timeout_s)
@@ -517,6 +529,8 @@ def _plain(value: object) -> Any:
             return plan_to_proto(value)
         case StepTimes():
             return times_to_proto(value)
+        case Divergence():
+            return divergence_to_proto(value)
         case tuple():
             return [_plain(item) for item in value]
         case _:

@@ -29,6 +29,7 @@ from holdfast._daemon.client import (
     TrainerReport,
 )
 from holdfast._settings import Settings
+from holdfast_core.corruption import Divergence
 from holdfast_core.errors import (
     HoldfastError,
     SnapshotSkippedError,
@@ -62,6 +63,9 @@ class Link:
         self.session = ""
         self.slots = 0
         """Number of slots in the arena of the newest session."""
+        self.earlier: Divergence | None = None
+        """What this rank reported in an earlier epoch of a divergence in which no rank was
+        named."""
         self._arena: MappedArena | None = None
         self._granted: int | None = None
         """Step of the snapshot for which a slot may be granted that is neither sealed nor given
@@ -130,7 +134,7 @@ class Link:
         opened = client.open(request, settings.open_timeout_s)
         arena = client.claim(opened.token, opened.arena_bytes, settings.rpc_timeout_s)
         self.layout, self.session, self._arena, self._lost = layout, opened.session, arena, False
-        self.slots = opened.slots
+        self.slots, self.earlier = opened.slots, opened.earlier
         # Check that the layout fits the arena, and let the device copy into it.
         try:
             Placed(arena=arena.view(0, arena.nbytes), address=arena.address, layout=layout, slot=0)

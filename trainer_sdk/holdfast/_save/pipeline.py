@@ -234,7 +234,10 @@ class SavePipeline:
         if self._plan is not None:
             return self._plan
         # Digest the replicas while training cannot change them; without a hold, skip the check.
-        check = self._settings.check_replicas and self._exchange.together
+        # Ranks that have restored a generation were replicas then. If the comparison that is still
+        # to come finds that they are not, it can conclude which one is wrong.
+        restored = self._newest is not None and self._check.compares_all
+        check = self._settings.check_replicas and self._exchange.together and not restored
         with task.holding() as held:
             digests = self._live_digests(tensors) if check and held else None
         # Exchange the statements. Every rank computes the same plan from all of them.
@@ -305,6 +308,7 @@ class SavePipeline:
         # Open the session, and tell everything that depends on the layout.
         again = not link.is_open
         link.open(layout, max(plan.largest_slot_bytes, layout.slot_bytes))
+        self._check.expect_repeated(link.earlier, task.call.step)
         if again:
             self._tally.forgive()
             _warn_of_large_extras(len(task.call.extras))

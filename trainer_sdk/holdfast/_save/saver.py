@@ -289,7 +289,7 @@ class Saver:
         if not (due and self.tally.changed and self.tally.counters.step):
             return  # Before the first save, nothing shows that this rank trains.
         self._reported_s = now
-        report = self.tally.report(self._link.session, self.problem)
+        report = self.tally.report(self._link.session, self.problem, self.replica_check.divergence)
         try:
             if self._link.is_open:
                 self._client.progress(report)

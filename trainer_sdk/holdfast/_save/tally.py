@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from holdfast._capture.loss import NO_LOSS, Loss
 from holdfast._daemon.client import TrainerReport
+from holdfast_core.corruption import Divergence
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError, SnapshotSkippedError
 from holdfast_core.stragglers import StepTimes
@@ -105,12 +106,18 @@ class Tally:
         with self._lock:
             self._causes.clear()
 
-    def report(self, session: str, problem: HoldfastError | None) -> TrainerReport:
+    def report(
+        self,
+        session: str,
+        problem: HoldfastError | None,
+        divergence: Divergence | None = None,
+    ) -> TrainerReport:
         """Make the report for the daemon.
 
         Args:
             session: key of the session with the daemon; empty without one.
             problem: why no further save can succeed; None while saves can.
+            divergence: what the comparisons of replicas have shown; None while they are equal.
         """
         with self._lock:
             self.changed = False
@@ -129,4 +136,5 @@ class Tally:
                 loss=counters.loss.report,
                 plan=counters.plan,
                 times=counters.times,
+                divergence=divergence,
             )

@@ -202,6 +202,7 @@ class Fleet:
         metrics.replace_all("job_recoveries", {j: s.get("recoveries", 0) for j, s in of.items()})
         metrics.replace_all("job_unprotected", {j: _is_unprotected(s) for j, s in of.items()})
         metrics.replace_all("job_stragglers", {j: _slow(s) for j, s in of.items()})
+        metrics.replace_all("job_corruptions", {j: _diverged(s) for j, s in of.items()})
         metrics.replace_all("job_members_missing", {j: _missing(s) for j, s in of.items()})
 
     async def free_orphans(self) -> None:
@@ -240,6 +241,11 @@ def _is_short(status: Object) -> bool:
 def _slow(status: Object) -> int:
     """Number of ranks for which the others wait in each step."""
     return int(status.get("stragglerCount") or 0)
+
+
+def _diverged(status: Object) -> int:
+    """How often replicas of the job have diverged."""
+    return int(status.get("corruptionCount") or 0)
 
 
 def _is_unprotected(status: Object) -> bool:

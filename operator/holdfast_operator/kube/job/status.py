@@ -15,6 +15,7 @@ from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import JobLoss
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import (
+    CorruptionStatus,
     ExpertsStatus,
     FailureStatus,
     JobCondition,
@@ -40,7 +41,7 @@ from holdfast_operator.reconciler.membership.joining import joining_state
 from holdfast_operator.reconciler.membership.shrinking import Strength, strength
 from holdfast_operator.reconciler.membership.staying import recovery_mode
 from holdfast_operator.reconciler.observe.counters import to_document
-from holdfast_operator.reconciler.observe.last_failure import TrainerFailure
+from holdfast_operator.reconciler.observe.last_failure import LastCorruption, TrainerFailure
 from holdfast_operator.reconciler.observe.lookups import agent_at, fewest_slots, ranks_in
 from holdfast_operator.reconciler.observe.stragglers import straggler_in_words
 from holdfast_operator.reconciler.observe.timestamps import micro_timestamp, seconds_of
@@ -130,6 +131,8 @@ def status_of(
             selector=f"{JOB_LABEL}={job.metadata.name}",
             conditions=conditions_of(decision.conditions, generation, previous, clocks.text(now)),
             last_failure=None if state.failure is None else _failure(state.failure),
+            last_corruption=None if state.corruption is None else _corruption(state.corruption),
+            corruption_count=state.corruptions or None,
             strength=_strength(strength(job, membership, len(state.joining))),
             members=_members(observed, membership, pods),
             joining=_joining(observed, state.joining, pods),
@@ -320,6 +323,20 @@ def _failure(failure: TrainerFailure) -> FailureStatus:
         member=failure.member,
         exit_code=failure.exit_code,
         last_lines=failure.last_lines or None,
+    )
+
+
+def _corruption(last: LastCorruption) -> CorruptionStatus:
+    return CorruptionStatus(
+        text=last.text,
+        unit=last.unit,
+        step=last.step,
+        equal_step=last.equal_step,
+        ranks=last.ranks,
+        member=last.member,
+        node=last.node or None,
+        proof=last.proof.value,
+        epoch=last.epoch,
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from holdfast_core.corruption import Proof
 from holdfast_core.exit_codes import BEGINS_ANEW
 from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule
@@ -73,7 +74,10 @@ class _Case:
     """Failure rule that applies to each cause."""
     moves: Moves
     anew: bool
-    """Whether no process is to be kept, because training begins from the beginning."""
+    """Whether no process is to be kept, because training begins from the beginning, or because the
+    state of all ranks may be wrong."""
+    corrupt: bool
+    """Whether replicas differ."""
 
     @property
     def text(self) -> str:
@@ -101,8 +105,16 @@ def recover(observation: Observation, state: ControlState, membership: Membershi
         state = replace(state, no_replacement_since=None, codes_awaited_since=None)
         return note_passed_hang(observation, state, membership)
     # Let the rules for a failure decide: wait, fail the job, or begin the epoch.
-    anew = any(cause.exit_code == BEGINS_ANEW for cause in evidence.causes)
-    case = _Case(membership=membership, causes=causes, rules=tuple(rules), moves=moves, anew=anew)
+    corrupt = any(cause.corrupts for cause in evidence.causes)
+    anew = corrupt or any(cause.exit_code == BEGINS_ANEW for cause in evidence.causes)
+    case = _Case(
+        membership=membership,
+        causes=causes,
+        rules=tuple(rules),
+        moves=moves,
+        anew=anew,
+        corrupt=corrupt,
+    )
     return run_rules(_RULES, observation, state, case)
 
 
@@ -217,6 +229,10 @@ def _count(observation: Observation, state: ControlState, case: _Case) -> RuleRe
 def _begin(observation: Observation, state: ControlState, case: _Case) -> RuleResult:
     """Begin the next epoch, and emit an event with the reason."""
     begun = replace(_with_stragglers(observation, state, case), recovering=True)
+    if case.corrupt:
+        last = state.corruption
+        repeats = last is not None and last.proof is Proof.NONE
+        begun = replace(begun, corruption_undone_at=observation.now, repeats_corruption=repeats)
     result = begin_epoch(
         observation, begun, case.membership, case.moves, case.causes, anew=case.anew
     )

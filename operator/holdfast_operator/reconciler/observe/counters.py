@@ -22,7 +22,11 @@ from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError
 from holdfast_core.experts.loss_reports import JobLoss
 from holdfast_core.snapshots.generations import Generation
-from holdfast_operator.reconciler.observe.last_failure import MemoryShortage, TrainerFailure
+from holdfast_operator.reconciler.observe.last_failure import (
+    LastCorruption,
+    MemoryShortage,
+    TrainerFailure,
+)
 from holdfast_operator.reconciler.observe.shape import Shape
 from holdfast_operator.reconciler.observe.timestamps import milli_timestamp, seconds_of
 
@@ -80,6 +84,14 @@ class Counters:
     their nodes."""
     straggler_replaced_at: float | None = None
     """When the newest of them was moved."""
+    corruption: LastCorruption | None = None
+    """Newest divergence of replicas."""
+    corruptions: int = 0
+    """Number of divergences of replicas so far."""
+    corruption_undone_at: float | None = None
+    """When all ranks last went back to a generation because replicas differed."""
+    repeats_corruption: bool = False
+    """Whether they repeat the steps since that, to find out which of them was wrong."""
     recovering: bool = False
     """Whether the newest epoch was begun because something had failed, and training was not seen
     running since."""
@@ -140,6 +152,7 @@ _NAMES = {
     "losses": "token_losses",
     "plan": "expert_plan",
     "failure": "last_failure",
+    "corruption": "last_corruption",
     "joining": "joining_members",
     "setbacks": "node_setbacks",
 }
@@ -152,6 +165,7 @@ _TIMES = (
     "active_since",
     "resized_at",
     "straggler_replaced_at",
+    "corruption_undone_at",
     "no_replacement_since",
     "ended_at",
 )
@@ -196,6 +210,7 @@ def _on_clock(counters: Counters, ahead_s: float, newest: float = math.inf) -> C
         active_since=at_any(counters.active_since),
         resized_at=at_any(counters.resized_at),
         straggler_replaced_at=at_any(counters.straggler_replaced_at),
+        corruption_undone_at=at_any(counters.corruption_undone_at),
         setbacks=tuple(each._replace(at=at(each.at)) for each in counters.setbacks),
         no_replacement_since=at_any(counters.no_replacement_since),
         ended_at=at_any(counters.ended_at),

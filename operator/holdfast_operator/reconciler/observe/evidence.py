@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from holdfast_core.exit_codes import BEGINS_ANEW, HOLDFAST_DECIDED
 from holdfast_core.job.parsing import MoETrainingJob, On
 from holdfast_core.snapshots.membership import Member, Membership
+from holdfast_operator.reconciler.observe.corruption import to_undo
 from holdfast_operator.reconciler.observe.inspections import diagnosis_of
 from holdfast_operator.reconciler.observe.lookups import (
     agent_at,
@@ -94,6 +95,9 @@ class Cause:
     better node."""
     straggles: bool = False
     """Whether a rank of the member is slow, and its node may be the reason."""
+    corrupts: bool = False
+    """Whether replicas differ, so that no rank can keep the state that it has; the member is the
+    one with wrong bytes, if that is known."""
     stuck: bool = False
     """Whether training waits for the member's agent, which finds no room on its node."""
     counted: bool = False
@@ -145,6 +149,8 @@ def gather(
             causes.extend(_contradiction(membership, member, view, strange))
             found = list(_member_causes(job, membership, member, view, observed, state, now))
             causes.extend(found or _awaited(job, membership, member, observed, state))
+    if not suspects and (last := to_undo(job, membership, state, now)) is not None:
+        causes.append(Cause(on=On.ANY, text=last.text, member=last.member, corrupts=True))
     if not suspects and not causes:
         causes.extend(_straggler(job, membership, state, now))
     if not suspects and all(cause.voluntary for cause in causes):

@@ -1,9 +1,11 @@
-"""The newest failure of a trainer, and ends for lack of memory, as control loops remember them and
-people see them."""
+"""The newest failure of a trainer, ends for lack of memory, and replicas with wrong bytes, as
+control loops remember them and people see them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from holdfast_core.corruption import Proof
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,3 +34,27 @@ class MemoryShortage:
     """Newest step that was known when the first of them ended."""
     times: int = 1
     """Number of epochs that ended so, with no step beyond that one between them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LastCorruption:
+    """Newest divergence of a job's replicas, as control loops remember it and people see it."""
+
+    epoch: int
+    step: int
+    """Step after which replicas differed."""
+    proof: Proof
+    equal_step: int | None = None
+    """Newest step before that after which they were equal, if that is known."""
+    unit: str = ""
+    """First unit that differed."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that are wrong; while nobody knows that, those one of which is."""
+    member: int | None = None
+    """Member of the ranks that are known to be wrong; None if they are of several."""
+    node: str = ""
+    """Node of that member at that time."""
+    compared_all: bool = False
+    """Whether every generation is from before the divergence."""
+    text: str = ""
+    """All of this in words."""

@@ -17,6 +17,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from holdfast_core.corruption import Divergence
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.inspections import InspectedProcess
@@ -68,6 +69,9 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     """Newest epoch in which its worker was killed for lack of memory; 0 when in none."""
     times: StepTimes | None = None
     """How its newest steps in this epoch were divided; None before the first window of steps."""
+    divergence: Divergence | None = None
+    """Newest divergence of replicas in which it took part in this epoch, in world ranks; None while
+    they are equal."""
 
     @property
     def at_work(self) -> bool:
@@ -446,6 +450,7 @@ class EventReason(StrEnum):
     HANG_PASSED = "HangPassed"
     STRAGGLER = "Straggler"
     STRAGGLER_PASSED = "StragglerPassed"
+    CORRUPTION = "Corruption"
     NO_REPLACEMENT = "NoReplacement"
     JOINED = "Joined"
     JOINER_EXITED = "JoinerExited"

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 from member_engines import engine_of, membership_of
+from msgspec import structs
 
+from holdfast_core.corruption import Compared, Divergence, Proof
 from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.errors import ProtocolError
 from holdfast_core.snapshots.generations import Generation, Line
@@ -15,6 +17,7 @@ from holdfast_core.snapshots.membership import Membership, Redundancy
 from holdfast_core.snapshots.reports import Directive
 from holdfast_core.states import RestorePhase, RestoreSource
 from holdfast_daemon.engine import JobEngine, RestoreState
+from holdfast_daemon.engine.effects import ArenaReady
 from holdfast_daemon.engine.slots import ArenaView, Slot
 
 MEMBERSHIP = membership_of((0, 1, 2))
@@ -25,10 +28,10 @@ LAYOUT = Layout(
 )
 
 
-def open_session(engine: JobEngine) -> str:
+def open_session(engine: JobEngine, epoch: int = 1) -> str:
     session, _ = engine.open(
         rank=1,
-        epoch=1,
+        epoch=epoch,
         layout=encode_layout(LAYOUT),
         largest_slot_bytes=4096,
         pid=1,
@@ -94,6 +97,39 @@ def test_an_expert_plan_of_a_later_epoch_than_its_session_is_refused() -> None:
     with pytest.raises(ProtocolError, match="plan of epoch 2 in a session of epoch 1"):
         engine.progress(session, step=9, now=2.0, plan=replace(plan, epoch=2))
     assert engine.overview().plan == plan
+
+
+DIVERGED = Divergence(
+    step=20, unit="layer0/gate", ranks=(0, 1), compared_all=True, history=(Compared(20, 1, 2),)
+)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_the_session_of_the_next_epoch_gets_its_ranks_report_of_an_open_divergence(
+    known: bool,
+) -> None:
+    engine, session = directed(MEMBERSHIP)
+    named = structs.replace(DIVERGED, wrong=(1,), proof=Proof.MAJORITY)
+    told = named if known else DIVERGED
+    engine.progress(session, step=20, now=1.0, divergence=told)
+    assert [rank.divergence for rank in engine.overview().ranks] == [told]
+    engine.set_membership(replace(MEMBERSHIP, epoch=2), 2.0)
+    assert [rank.divergence for rank in engine.overview().ranks] == [None]
+    later = open_session(engine, epoch=2)
+    engine.progress(later, step=10, now=3.0)
+    for rank, identity in list(engine.memory.arenas):
+        engine.on_completion(ArenaReady(rank=rank, layout_id=identity, slots=3), 4.0)
+    opened = engine.opened(later)
+    assert opened is not None and opened.earlier == (None if known else DIVERGED)
+
+
+def test_of_replicas_that_are_equal_again_nothing_is_left() -> None:
+    engine, session = directed(MEMBERSHIP)
+    engine.progress(session, step=20, now=1.0, divergence=DIVERGED)
+    before = engine.evidence()
+    engine.progress(session, step=21, now=1.0)
+    assert [rank.divergence for rank in engine.overview().ranks] == [None]
+    assert engine.evidence() != before, "the control loop learns of it at once"
 
 
 def test_a_session_learns_of_an_epoch_without_its_node() -> None:

@@ -11,6 +11,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Any
 
+from holdfast_core.corruption import Divergence
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.inspections import Frame, InspectedProcess
@@ -122,10 +123,12 @@ class World:
             one collective.
         mute, old: nodes whose launchers do not answer inspections, and whose daemons know none.
         times: rank → how it divides its steps.
+        divergences: rank → what it has concluded of its replicas.
         record: failures of nodes, as an adapter records them.
     """
 
     times: Mapping[int, StepTimes] = MappingProxyType({})
+    divergences: Mapping[int, Divergence] = MappingProxyType({})
 
     idler_s: Mapping[int, float] = MappingProxyType({})
     processes: Mapping[int, InspectedProcess | None] = MappingProxyType({})
@@ -346,6 +349,7 @@ class World:
                     else EndReason.UNKNOWN,
                     oom_killed_in=self.oom_epochs.get(rank, 0),
                     times=self.times.get(rank) if works else None,
+                    divergence=self.divergences.get(rank) if works else None,
                 )
                 for rank in ranks
             ),

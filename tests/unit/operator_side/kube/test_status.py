@@ -17,6 +17,7 @@ from virtual_world import make_job as virtual_job
 from holdfast_cli.commands.cluster_status import job_view
 from holdfast_cli.commands.show import status_view
 from holdfast_cli.commands.story import story_of
+from holdfast_core.corruption import Divergence, Proof
 from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.job.parsing import MoETrainingJob
@@ -26,7 +27,7 @@ from holdfast_core.stragglers import ROUNDS, StepTimes
 from holdfast_operator.kube.client.api import ApiError, Object
 from holdfast_operator.kube.client.resources import JOBS, Resource
 from holdfast_operator.kube.client.times import ClockPair
-from holdfast_operator.kube.job.fleet import _slow
+from holdfast_operator.kube.job.fleet import _diverged, _slow
 from holdfast_operator.kube.job.status import (
     STRAGGLERS_SHOWN,
     conditions_of,
@@ -488,6 +489,37 @@ def test_slow_ranks_are_in_the_status_and_shown_until_they_keep_pace() -> None:
     told = story_of("llm", found, ())
     assert "What wants attention:" in told and "its data loader is slow" in " ".join(told.split())
     assert text not in str(essence(found))
+
+
+def test_the_newest_corruption_stays_in_the_status_and_is_shown() -> None:
+    world = running()
+    assert not {"lastCorruption", "corruptionCount"} & status(world).keys()
+    found = Divergence(
+        step=41, equal_step=40, unit="layer0/gate", units=2, ranks=(0, 1, 2, 3), wrong=(3,),
+        proof=Proof.MAJORITY,
+    )  # fmt: skip
+    world.divergences = dict.fromkeys(range(4), found)
+    world.look()
+    shown = status(world)
+    text = shown["lastCorruption"].pop("text")
+    assert text == (
+        "rank 3 of member 3 on n3 has wrong bytes of layer0/gate and 1 more unit after step 41: "
+        "most of its replicas have others, which are the same; they were equal after step 40, 1 "
+        "step before"
+    )
+    assert shown["lastCorruption"] == {
+        "unit": "layer0/gate", "step": 41, "equalStep": 40, "ranks": [3], "member": 3,
+        "node": "n3", "proof": "Majority", "epoch": 1,
+    }  # fmt: skip
+    assert shown["corruptionCount"] == 1 and (_diverged(shown), _diverged({})) == (1, 0)
+    shown = status(world)
+    msgspec.convert(shown, JobStatus)
+    assert from_document(shown["counters"], now=0.0, wall=0.0).corruption == world.state.corruption
+    console = Console(file=io.StringIO(), width=300)
+    console.print(status_view("llm", shown, ()))
+    assert f"CORRUPT: {text}" in console.file.getvalue()  # type: ignore[attr-defined]
+    told = " ".join(story_of("llm", shown, ()).split())
+    assert "What wants attention:" in told and f"replicas diverged: {text}" in told
 
 
 def with_slow_ranks(world: World, *slow: int) -> World:

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from holdfast_core.corruption import Proof
 from holdfast_core.experts.loss_reports import JobLoss
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Redundancy
@@ -19,7 +20,11 @@ from holdfast_operator.reconciler.observe.counters import (
     from_document,
     to_document,
 )
-from holdfast_operator.reconciler.observe.last_failure import MemoryShortage, TrainerFailure
+from holdfast_operator.reconciler.observe.last_failure import (
+    LastCorruption,
+    MemoryShortage,
+    TrainerFailure,
+)
 from holdfast_operator.reconciler.observe.shape import Shape
 from holdfast_operator.reconciler.observe.views import ControlState
 
@@ -219,6 +224,19 @@ LATER = replace(
     replaced_stragglers=frozenset({1}),
     straggler_replaced_at=96.5,
     shortage=MemoryShortage(epoch=6, step=40, times=2),
+    corruption=LastCorruption(
+        epoch=6,
+        step=41,
+        proof=Proof.MAJORITY,
+        equal_step=40,
+        unit="layer0/gate",
+        ranks=(2, 3),
+        member=1,
+        node="n1",
+        compared_all=True,
+        text="ranks 2 and 3 are wrong",
+    ),
+    corruption_undone_at=95.5,
 )
 """With values for the fields that earlier versions do not have."""
 

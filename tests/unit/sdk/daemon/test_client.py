@@ -24,6 +24,7 @@ from holdfast._daemon.client import (
     TrainedRequest,
     TrainerReport,
 )
+from holdfast_core.corruption import Compared, Divergence
 from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.errors import (
     HoldfastError,
@@ -41,6 +42,7 @@ from holdfast_core.states import RestorePhase, RestoreProgress, RestoreSource
 from holdfast_core.stragglers import StepTimes
 from holdfast_protos import codec, persisting, trainer_pb2, trainer_pb2_grpc, values_pb2
 from holdfast_protos.connections import channels
+from holdfast_protos.divergences import divergence_from_proto, divergence_to_proto
 from holdfast_protos.expert_plans import plan_from_proto
 from holdfast_protos.losses import loss_from_proto
 from holdfast_protos.step_times import times_from_proto
@@ -91,6 +93,7 @@ PLAN = PlanReport(
     busiest_node=1.5,
 )
 TIMES = StepTimes(window=2, steps=10, step_s=0.5, own_s=0.3, wait_s=0.2)
+DIVERGED = Divergence(step=9, unit="layer0/gate", ranks=(0, 1), history=(Compared(9, 1, 2),))
 REPORT = TrainerReport(
     session="s",
     step=7,
@@ -148,7 +151,12 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
     def Open(self, request: Any, context: Any) -> trainer_pb2.OpenReply:
         self._enter(request, context)
         return trainer_pb2.OpenReply(
-            session="s", token="t", arena_bytes=12288, slot_bytes=4096, slots=2
+            session="s",
+            token="t",
+            arena_bytes=12288,
+            slot_bytes=4096,
+            slots=2,
+            earlier=divergence_to_proto(DIVERGED),
         )
 
     def Grant(self, request: Any, context: Any) -> trainer_pb2.GrantReply:
@@ -238,6 +246,7 @@ def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> N
     assert service.seen[-1].store_address == "node0:1"
     opened = client.open(OPEN, WAIT_S)
     assert (opened.session, opened.arena_bytes, opened.slots) == ("s", 12288, 2)
+    assert opened.earlier == DIVERGED
     assert service.seen[-1].largest_slot_bytes == 99
     assert client.grant(GrantRequest(session="s", epoch=2, step=1)).slot == 0
     skipped = client.grant(GrantRequest(session="s", epoch=2, step=2))
@@ -292,7 +301,7 @@ def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> N
             ),
         ),
         ("abort", AbortRequest(session="s", epoch=2, step=9, reason="why")),
-        ("progress", replace(REPORT, loss=LOSS, plan=PLAN, times=TIMES)),
+        ("progress", replace(REPORT, loss=LOSS, plan=PLAN, times=TIMES, divergence=DIVERGED)),
         ("report_without_session", TrainedRequest.of(REPORT, epoch=2, closed=True)),
     ],
 )
@@ -319,6 +328,8 @@ def arrived(value: Any) -> Any:
             return plan_from_proto(value)
         case values_pb2.StepTimes():
             return times_from_proto(value)
+        case values_pb2.Divergence():
+            return divergence_from_proto(value)
         case values_pb2.ExpertVersion():
             return persisting.expert_from_proto(value)
         case bool() | int() | float() | str() | bytes():

@@ -1,0 +1,115 @@
+"""Look up what ranks have concluded about replicas that differ, with members and nodes. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from holdfast_core.corruption import Divergence, Proof
+from holdfast_core.job.parsing import MoETrainingJob, OnCorruption
+from holdfast_core.quantities import format_count
+from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.reconciler.observe.last_failure import LastCorruption
+from holdfast_operator.reconciler.observe.lookups import ranks_in
+from holdfast_operator.reconciler.observe.text import listed, ranks_in_words
+from holdfast_operator.reconciler.observe.views import ClusterView, ControlState
+
+PAUSE_S = 86400.0
+"""Least time from one return to a generation because replicas differed to the next. Replicas of
+training that is not deterministic differ again and again, and no node is the cause."""
+
+
+def reported(observed: ClusterView, membership: Membership) -> Divergence | None:
+    """What most ranks of the epoch conclude, in world ranks; None where they conclude nothing."""
+    reports = {
+        rank.rank: rank.divergence
+        for rank in ranks_in(observed, membership)
+        if rank.divergence is not None and _is_of_world(rank.divergence, membership)
+    }
+    found, count = next(iter(Counter(reports.values()).most_common(1)), (None, 0))
+    if found is None or 2 * count <= membership.world_size:
+        return None
+    # The digests of a rank that has not reported yet would be lost with this epoch.
+    needed = found.ranks if found.proof is Proof.NONE else ()
+    known = all(reports.get(membership.world.rank_of(rank)) == found for rank in needed)
+    return found if known else None
+
+
+def _is_of_world(divergence: Divergence, membership: Membership) -> bool:
+    return max((*divergence.ranks, *divergence.wrong)) < membership.world_size
+
+
+def last_corruption(membership: Membership, found: Divergence) -> LastCorruption:
+    """What there is to remember of `found`."""
+    wrong = [membership.world.rank_of(rank) for rank in found.wrong]
+    ranks = wrong or [membership.world.rank_of(rank) for rank in found.ranks]
+    members = {membership.member_of(rank) for rank in wrong}
+    member = min(members) if len(members) == 1 else None
+    return LastCorruption(
+        epoch=membership.epoch,
+        step=found.step,
+        proof=found.proof,
+        equal_step=found.equal_step,
+        unit=found.unit,
+        ranks=tuple(sorted(ranks)),
+        member=member,
+        node="" if member is None else membership.member(member).node,
+        compared_all=found.compared_all,
+        text=_in_words(membership, found, ranks, known=bool(wrong)),
+    )
+
+
+def _in_words(
+    membership: Membership, found: Divergence, ranks: Sequence[int], *, known: bool
+) -> str:
+    """`rank 2 of member 1 on n1 has wrong bytes of layer0/gate since step 41: …`."""
+    unit = found.unit
+    if found.units > 1:
+        unit += f" and {format_count(found.units - 1, 'more unit')}"
+    who = listed(_place(membership, rank) for rank in sorted(ranks))
+    last = "they are not known to have been equal in this epoch"
+    if found.equal_step is not None:
+        steps = format_count(found.step - found.equal_step, "step")
+        last = f"they were equal after step {found.equal_step}, {steps} before"
+    subject = who if known else f"one of {who}"
+    verb = "have" if known and len(ranks) > 1 else "has"
+    why = f"{_WHY[found.proof]}; {last}"
+    return f"{subject} {verb} wrong bytes of {unit} after step {found.step}: {why}"
+
+
+_WHY = {
+    Proof.MAJORITY: "most of its replicas have others, which are the same",
+    Proof.REPEATED: "the steps were executed twice, and these bytes were not the same both times, "
+    "as those of its replicas were",
+    Proof.NONE: "as many of its replicas have these as have others, so this alone does not show "
+    "which are wrong",
+    Proof.UNDECIDED: "the steps were repeated, which did not show which are wrong: training is "
+    "not deterministic, or wrong values had reached all replicas before they were compared",
+}
+
+
+def _place(membership: Membership, rank: int) -> str:
+    member = membership.member(membership.member_of(rank))
+    return f"{ranks_in_words([rank])} of member {member.index} on {member.node}"
+
+
+def to_undo(
+    job: MoETrainingJob, membership: Membership, state: ControlState, now: float
+) -> LastCorruption | None:
+    """The corruption because of which all ranks should go back to the newest generation now, and
+    its member, if that is known, to another node.
+
+    The ranks go back once, because wrong values have reached other ranks with the gradients. Once
+    more they do if the steps that they repeat show which of two is wrong. Nothing else follows for
+    a day, so that training whose replicas always drift apart goes on, and loses no more nodes."""
+    last = state.corruption
+    if job.spec.failure_policy.on_corruption is not OnCorruption.REPLACE:
+        return None
+    if last is None or last.epoch != membership.epoch or not last.compared_all:
+        return None
+    if last.proof is Proof.REPEATED:
+        return last if state.repeats_corruption and last.member is not None else None
+    undone_at = state.corruption_undone_at
+    if last.proof is Proof.UNDECIDED or (undone_at is not None and now - undone_at < PAUSE_S):
+        return None
+    return last

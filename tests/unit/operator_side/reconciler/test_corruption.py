@@ -1,0 +1,254 @@
+"""Replicas that differ: the wrong rank is named, counts against its node, and moves if it shall."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from virtual_world import World, make_job, running
+
+from holdfast_core.corruption import Divergence, Proof
+from holdfast_operator.reconciler.observe.corruption import PAUSE_S
+
+FOUND = Divergence(
+    step=41,
+    equal_step=40,
+    unit="layer2/dense",
+    ranks=(0, 1, 2, 3),
+    wrong=(2,),
+    proof=Proof.MAJORITY,
+    compared_all=True,
+)
+PAIR = replace(FOUND, ranks=(0, 2), wrong=(), proof=Proof.NONE)
+AGAIN = replace(PAIR, wrong=(2,), proof=Proof.REPEATED)
+UNDECIDED = replace(PAIR, proof=Proof.UNDECIDED)
+COMPARES_ALL = {"snapshot": {"compareReplicasEvery": 1}}
+
+
+def job_that(action: str = "Replace", **more: Any) -> World:
+    return running(make_job(onCorruption=action, spec=COMPARES_ALL, **more), step=40)
+
+
+def conclude(
+    world: World, found: Divergence | None, *, ranks: Collection[int] | None = None
+) -> None:
+    """Let the ranks report what they conclude, and the control loop act; after another epoch has
+    begun, they have nothing to report."""
+    ranks = range(world.job.world_size) if ranks is None else ranks
+    epoch = world.membership.epoch
+    world.divergences = {} if found is None else dict.fromkeys(ranks, found)
+    world.look()
+    if world.membership.epoch != epoch:
+        world.divergences = {}
+    world.settle(1.0)
+
+
+def resume(world: World, step: int = 60) -> None:
+    """Let all ranks train again."""
+    world.train(step, protect=True)
+    world.settle(1.0)
+
+
+def kinds(world: World) -> dict[str, list[str]]:
+    return {node: [each.kind.value for each in found] for node, found in world.record.items()}
+
+
+def test_the_wrong_rank_is_named_once_and_its_node_counts_once() -> None:
+    world = job_that("Report")
+    for _ in range(3):
+        conclude(world, FOUND)
+    (text,) = world.messages("Corruption")
+    assert text == (
+        "rank 2 of member 2 on n2 has wrong bytes of layer2/dense after step 41: most of its "
+        "replicas have others, which are the same; they were equal after step 40, 1 step before; "
+        "failurePolicy.onCorruption is Report, so training goes on and nothing is saved"
+    )
+    assert kinds(world) == {"n2": ["Corruption"]} and world.membership.epoch == 1
+    last = world.state.corruption
+    assert last is not None and (last.member, last.node, last.ranks) == (2, "n2", (2,))
+    assert world.state.corruptions == 1
+
+
+def test_all_ranks_go_back_and_the_member_with_wrong_bytes_moves_to_the_spare() -> None:
+    world = job_that()
+    conclude(world, FOUND)
+    membership = world.membership
+    assert membership.epoch == 2 and membership.restarting == {0, 1, 2, 3}
+    assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+    (text,) = world.messages("Recovering")
+    assert text.startswith("rank 2 of member 2 on n2 has wrong bytes") and "n4" in text
+    assert world.state.counted == 0, "it does not count as a restart"
+    assert kinds(world) == {"n2": ["Corruption"]}
+
+
+def test_no_process_stays_because_wrong_values_have_reached_all_of_them() -> None:
+    world = job_that()
+    world.following = {0, 1, 2, 3}
+    conclude(world, FOUND)
+    assert world.membership.restarting == {0, 1, 2, 3}
+
+
+def test_without_a_spare_all_ranks_go_back_where_they_are() -> None:
+    world = job_that(spares=0)
+    conclude(world, FOUND)
+    assert world.membership.epoch == 2 and world.membership.restarting == {0, 1, 2, 3}
+    assert world.nodes_of_members() == ["n0", "n1", "n2", "n3"]
+
+
+def test_a_node_that_is_lost_at_the_same_time_keeps_nobody_in_the_wrong_state() -> None:
+    world = job_that(spares=2)
+    world.following = {0, 1, 2, 3}
+    world.kill_node("n1")
+    world.now += 3.0
+    world.divergences = dict.fromkeys(range(4), FOUND)
+    world.settle(10.0)
+    begun = next(each for each in world.published if each.epoch == 2)
+    assert begun.restarting == {0, 1, 2, 3}
+    assert "n1" not in {member.node for member in begun.members}
+
+
+def test_a_job_loses_one_node_in_a_day_however_often_its_replicas_differ() -> None:
+    """Training that is not deterministic: its replicas drift apart again and again."""
+    world = job_that(spares=3)
+    conclude(world, FOUND)
+    for drift in range(5):
+        resume(world)
+        wrong = replace(FOUND, step=60 + drift, equal_step=50 + drift, wrong=(drift % 4,))
+        conclude(world, wrong)
+    assert world.membership.epoch == 2
+    assert len(world.messages("Corruption")) == 6
+    assert "went back for that within the last day" in world.messages("Corruption")[-1]
+    scores = {node: world.rating(node).score for node in world.daemons}
+    assert set(scores.values()) == {0.0}, "what differs on many nodes counts against none"
+    world.now += PAUSE_S
+    resume(world)
+    conclude(world, replace(FOUND, step=90, equal_step=80, wrong=(0,)))
+    assert world.membership.epoch == 3
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_of_two_replicas_both_repeat_the_steps_and_then_the_wrong_one_moves(
+    restarts: bool,
+) -> None:
+    world = job_that()
+    conclude(world, PAIR)
+    (text,) = world.messages("Corruption")
+    assert "one of rank 0 of member 0 on n0, rank 2 of member 2 on n2 has wrong bytes" in text
+    assert "go back to the newest generation and repeat the steps" in text
+    assert world.membership.epoch == 2 and kinds(world) == {}
+    assert world.nodes_of_members() == ["n0", "n1", "n2", "n3"]
+    if restarts:
+        world.restart()
+        world.settle(1.0)
+    resume(world)
+    conclude(world, AGAIN)
+    assert world.membership.epoch == 3 and world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+    assert kinds(world) == {"n2": ["Corruption"]}
+    assert world.state.corruptions == 1
+    resume(world, 80)
+    conclude(world, replace(PAIR, step=81, equal_step=80))
+    conclude(world, replace(AGAIN, step=81, equal_step=80))
+    assert world.membership.epoch == 3, "one node in a day"
+
+
+def test_where_repeated_steps_show_nothing_the_job_goes_on_and_nobody_is_blamed() -> None:
+    world = job_that()
+    conclude(world, PAIR)
+    resume(world)
+    conclude(world, UNDECIDED)
+    assert world.membership.epoch == 2 and kinds(world) == {}
+    assert "training is not deterministic" in world.messages("Corruption")[-1]
+    resume(world, 80)
+    conclude(world, replace(PAIR, step=81, equal_step=80))
+    assert world.membership.epoch == 2
+
+
+def test_ranks_of_several_members_count_against_nobody_and_nobody_moves() -> None:
+    world = job_that(nodes=6)
+    both = replace(FOUND, ranks=tuple(range(6)), wrong=(1, 2))
+    conclude(world, both)
+    assert kinds(world) == {} and world.nodes_of_members() == [f"n{i}" for i in range(6)]
+    assert world.membership.epoch == 2, "all go back from what nobody can trust"
+    assert (
+        "rank 1 of member 1 on n1, rank 2 of member 2 on n2 have wrong bytes"
+        in (world.messages("Corruption")[0])
+    )
+
+
+def test_ranks_of_one_member_are_one_node() -> None:
+    world = job_that(nodes=3, nproc=2)
+    conclude(world, replace(FOUND, ranks=tuple(range(6)), wrong=(2, 3)))
+    assert kinds(world) == {"n1": ["Corruption"]}
+    assert world.nodes_of_members() == ["n0", "n3", "n2"]
+
+
+def test_world_ranks_are_those_of_the_members_that_are_left() -> None:
+    world = running(make_job(onCorruption="Report", spec={**COMPARES_ALL, "minNodes": 3}, spares=0))
+    world.kill_node("n1")
+    world.settle(60.0)
+    assert [member.index for member in world.membership.members] == [0, 2, 3]
+    resume(world)
+    world.divergences = dict.fromkeys((0, 2, 3), replace(FOUND, ranks=(0, 1, 2), wrong=(1,)))
+    world.look()
+    assert world.messages("Corruption")[0].startswith("rank 2 of member 2 on n2 has wrong bytes")
+
+
+def test_where_the_generations_may_be_wrong_nothing_goes_back_to_them() -> None:
+    world = job_that()
+    conclude(world, replace(FOUND, compared_all=False))
+    assert world.membership.epoch == 1
+    assert "the script does not compare every save" in world.messages("Corruption")[0]
+
+
+@pytest.mark.parametrize("ranks", [[2], [0, 1]])
+def test_what_no_majority_of_the_ranks_reports_is_not_taken(ranks: list[int]) -> None:
+    """A single rank may state anything."""
+    world = job_that()
+    conclude(world, FOUND, ranks=ranks)
+    assert world.messages("Corruption") == [] and world.membership.epoch == 1
+
+
+def test_steps_are_not_repeated_before_both_candidates_have_reported_their_digests() -> None:
+    world = job_that()
+    conclude(world, PAIR, ranks=[0, 1, 3])
+    assert world.messages("Corruption") == [] and world.membership.epoch == 1
+    conclude(world, PAIR)
+    assert world.membership.epoch == 2
+
+
+def test_ranks_that_are_not_in_the_world_are_nonsense() -> None:
+    world = job_that()
+    conclude(world, replace(FOUND, wrong=(4,)))
+    conclude(world, replace(PAIR, ranks=(0, 999)))
+    assert world.messages("Corruption") == [] and world.membership.epoch == 1
+
+
+@pytest.mark.parametrize("action", ["Report", "Replace"])
+def test_a_control_loop_that_starts_again_tells_and_does_nothing_twice(action: str) -> None:
+    world = job_that(action)
+    conclude(world, FOUND)
+    epoch = world.membership.epoch
+    if action == "Report":
+        world.restart()
+        world.settle(1.0)
+        conclude(world, FOUND)
+    else:
+        resume(world)
+        world.restart()
+        world.settle(1.0)
+        conclude(world, replace(FOUND, step=70))
+    assert world.membership.epoch == epoch
+    assert len(world.messages("Corruption")) == (1 if action == "Report" else 2)
+    assert world.state.corruption is not None and world.state.corruption.member == 2
+    assert set(map(tuple, kinds(world).values())) == {("Corruption",)}
+
+
+def test_equal_replicas_raise_no_alarm() -> None:
+    world = job_that()
+    for step in range(50, 200, 10):
+        world.train(step)
+        conclude(world, None)
+    assert world.messages("Corruption") == [] and world.record == {}
+    assert world.state.corruption is None and world.membership.epoch == 1
