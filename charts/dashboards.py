@@ -56,7 +56,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_step_own_seconds",
         "holdfast_step_wait_seconds",
     ),
-    "Corruption": ("holdfast_operator_job_corruptions",),
+    "Diverged replicas": ("holdfast_operator_job_divergences",),
     "Saves": (
         "holdfast_saves_skipped_total",
         "holdfast_saves_failed_total",

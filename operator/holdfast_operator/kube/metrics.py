@@ -64,7 +64,7 @@ DEFINITIONS: tuple[Definition, ...] = (
     _gauge(
         "job_stragglers", "Ranks for which the others of their job wait in each step.", *JOB_LABELS
     ),
-    _gauge("job_corruptions", "How often replicas of a job have diverged so far.", *JOB_LABELS),
+    _gauge("job_divergences", "How often replicas of a job have diverged so far.", *JOB_LABELS),
     _gauge(
         "oldest_look_seconds",
         "Time since the last look at the job that has gone longest without one.",

@@ -158,7 +158,7 @@ LABELS = {
     "holdfast_operator_job_recoveries__2": '{}{{namespace="a",moejob="llm",pod="two"}}',
     "holdfast_operator_job_unprotected": '{}{{namespace="a",moejob="llm",pod="one"}}',
     "holdfast_operator_job_stragglers": '{}{{namespace="a",moejob="llm",pod="one"}}',
-    "holdfast_operator_job_corruptions": '{}{{namespace="a",moejob="llm",pod="one"}}',
+    "holdfast_operator_job_divergences": '{}{{namespace="a",moejob="llm",pod="one"}}',
     "holdfast_operator_job_members_missing": '{}{{namespace="a",moejob="llm",pod="one"}}',
     "holdfast_operator_daemon_missing": '{}{{node="n1",pod="one"}}',
     "holdfast_operator_oldest_look_seconds__1": '{}{{pod="one"}}',
@@ -289,9 +289,9 @@ def test_a_job_that_waits_for_a_slow_rank_is_reported_by_its_name(
 def test_a_job_whose_replicas_have_diverged_is_reported_for_an_hour(
     tmp_path: Path, count: str, expected: bool
 ) -> None:
-    series = {"holdfast_operator_job_corruptions": count}
+    series = {"holdfast_operator_job_divergences": count}
     minutes = "40m" if expected else "90m"
-    assert fires(tmp_path, "HoldfastCorruption", minutes, OF_JOB, **series) is expected
+    assert fires(tmp_path, "HoldfastReplicasDiverged", minutes, OF_JOB, **series) is expected
 
 
 @pytest.mark.parametrize(("short", "expected"), [("2x60", True), ("1x20 0x40", False)])

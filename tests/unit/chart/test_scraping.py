@@ -50,7 +50,7 @@ def test_panels_have_data_from_the_start_and_first_events_raise_their_alerts(
         operator.set("jobs", 0, phase=phase)
     operator.set("certificate_expires_timestamp_seconds", 2e9, certificate="own")
     operator.replace_all("job_phase", {("team-a", "llm", "Running"): 1})
-    for name in ("recoveries", "members_missing", "unprotected", "stragglers", "corruptions"):
+    for name in ("recoveries", "members_missing", "unprotected", "stragglers", "divergences"):
         operator.replace_all(f"job_{name}", {("team-a", "llm"): 0})
     daemon.begin_job("team-a.llm")
     with exposed(operator.registry) as first, exposed(daemon.registry) as second:

@@ -202,7 +202,7 @@ class Fleet:
         metrics.replace_all("job_recoveries", {j: s.get("recoveries", 0) for j, s in of.items()})
         metrics.replace_all("job_unprotected", {j: _is_unprotected(s) for j, s in of.items()})
         metrics.replace_all("job_stragglers", {j: _slow(s) for j, s in of.items()})
-        metrics.replace_all("job_corruptions", {j: _diverged(s) for j, s in of.items()})
+        metrics.replace_all("job_divergences", {j: _diverged(s) for j, s in of.items()})
         metrics.replace_all("job_members_missing", {j: _missing(s) for j, s in of.items()})
 
     async def free_orphans(self) -> None:
