@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import corrupt_trainer
 import pytest
 import torch
+from local_jobs import PATIENT, make_job
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.corruption import Proof
-from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import Phase
 
 WAIT_S = 120.0
@@ -23,34 +21,14 @@ FLIPS = 12
 WRONG = 1
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        yield Path(path)
-
-
-def job_of(directory: Path, ranks: int, **failure_policy: Any) -> MoETrainingJob:
+def job_of(directory: Path, ranks: int) -> MoETrainingJob:
     command = [sys.executable, corrupt_trainer.__file__, str(FLIPS), str(WRONG), str(directory)]
-    return parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "corrupt"},
-            "spec": {
-                "nodes": ranks,
-                "parallelism": {"dp": ranks},
-                "snapshot": {"memoryPerNode": "64Mi", "compareReplicasEvery": 1},
-                "failurePolicy": {
-                    "onCorruption": "Replace",
-                    "spares": 1,
-                    "detection": {"heartbeatSeconds": 0.5},
-                    **failure_policy,
-                },
-                "trainer": {
-                    "template": {"spec": {"containers": [{"name": "trainer", "command": command}]}}
-                },
-            },
-        }
+    return make_job(
+        "corrupt",
+        command,
+        nodes=ranks,
+        snapshot={"memoryPerNode": "64Mi", "compareReplicasEvery": 1},
+        failurePolicy={"onCorruption": "Replace", "spares": 1, "detection": PATIENT},
     )
 
 

@@ -20,10 +20,11 @@ from holdfast_core.corruption import HISTORY_MAX, Compared, Divergence, Proof
 from holdfast_core.errors import HoldfastError, ReplicasDivergedError
 from holdfast_core.topology import Topology
 
+Make = Callable[[Any], torch.optim.Optimizer]
 Where = Literal["parameter", "gradient", "moment", "before the step", "activation"]
 FIRST, STEPS = 3, 8
 
-OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+OPTIMIZERS: list[Make] = [
     lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
     lambda parameters: torch.optim.Adam(parameters, lr=1e-2, foreach=True),
@@ -39,7 +40,7 @@ def flip(tensor: torch.Tensor, bit: int = 21) -> None:
 class Replica:
     """One rank: a model, its optimizer, and its part in the comparisons."""
 
-    def __init__(self, rank: int, ranks: int, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    def __init__(self, rank: int, ranks: int, make: Make) -> None:
         torch.manual_seed(0)
         self.rank = rank
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
@@ -69,7 +70,7 @@ class Replica:
 class Job:
     """Replicas that train together on one thread, and compare every save of theirs."""
 
-    def __init__(self, ranks: int, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    def __init__(self, ranks: int, make: Make) -> None:
         self.replicas = [Replica(rank, ranks, make) for rank in range(ranks)]
         self.engine = CopyEngine(1, CpuDevice())
         self.noise: Callable[[int], float] = lambda rank: 0.0
@@ -161,8 +162,13 @@ def outcome(check: ReplicaCheck, number: int) -> HoldfastError | None:
 
 
 @pytest.fixture(params=OPTIMIZERS, ids=["AdamW", "SGD", "foreach Adam"])
-def make(request: pytest.FixtureRequest) -> Callable[[Any], torch.optim.Optimizer]:
+def make(request: pytest.FixtureRequest) -> Make:
     return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def adamw() -> Make:
+    return OPTIMIZERS[0]
 
 
 @pytest.fixture
@@ -173,7 +179,7 @@ def jobs() -> Iterator[list[Job]]:
         job.close()
 
 
-def trained(jobs: list[Job], ranks: int, make: Callable[[Any], torch.optim.Optimizer]) -> Job:
+def trained(jobs: list[Job], ranks: int, make: Make) -> Job:
     """A job whose first steps found its replicas equal."""
     job = Job(ranks, make)
     jobs.append(job)
@@ -196,7 +202,7 @@ def gone_on(job: Job, steps: int = STEPS) -> int | None:
 @pytest.mark.parametrize("wrong", [0, 2])
 def test_a_flip_in_one_of_three_replicas_is_found_in_its_step_and_names_it(
     jobs: list[Job],
-    make: Callable[[Any], torch.optim.Optimizer],
+    make: Make,
     where: Where,
     wrong: int,
 ) -> None:
@@ -215,9 +221,9 @@ def test_a_flip_in_one_of_three_replicas_is_found_in_its_step_and_names_it(
 
 
 def test_of_saves_of_which_every_third_is_compared_a_flip_is_found_within_three_steps(
-    jobs: list[Job], make: Callable[[Any], torch.optim.Optimizer]
+    jobs: list[Job], adamw: Make
 ) -> None:
-    job = Job(3, make)
+    job = Job(3, adamw)
     jobs.append(job)
     job.begin([None] * 3, every=3)
     assert gone_on(job, 3) is None
@@ -230,18 +236,16 @@ def test_of_saves_of_which_every_third_is_compared_a_flip_is_found_within_three_
 
 
 def test_a_flip_in_an_activation_reaches_all_replicas_alike_and_is_not_found(
-    jobs: list[Job], make: Callable[[Any], torch.optim.Optimizer]
+    jobs: list[Job], adamw: Make
 ) -> None:
     """Gradients are summed over all ranks before anybody could see that one of them is wrong."""
-    job = trained(jobs, 3, make)
+    job = trained(jobs, 3, adamw)
     job.train(wrong=1, where="activation")
     assert job.save() == [None] * 3 and gone_on(job) is None
     assert job.found() is None
 
 
-def diverged_pair(
-    jobs: list[Job], make: Callable[[Any], torch.optim.Optimizer], where: Where, wrong: int
-) -> tuple[Job, Any]:
+def diverged_pair(jobs: list[Job], make: Make, where: Where, wrong: int) -> tuple[Job, Any]:
     """Two replicas of which one was wrong, and the newest generation before that."""
     job = trained(jobs, 2, make)
     line = job.state()
@@ -268,7 +272,7 @@ def repeated(job: Job, line: Any, reports: list[Divergence | None] | None = None
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_of_two_replicas_the_one_whose_bytes_do_not_come_again_is_named(
     jobs: list[Job],
-    make: Callable[[Any], torch.optim.Optimizer],
+    make: Make,
     where: Where,
     wrong: int,
 ) -> None:
@@ -287,9 +291,9 @@ def test_of_two_replicas_the_one_whose_bytes_do_not_come_again_is_named(
 @pytest.mark.parametrize("wrong", [0, 1])
 @pytest.mark.parametrize("late", [1, 2])
 def test_a_replica_that_is_wrong_again_is_named_also_if_that_is_at_an_earlier_step(
-    jobs: list[Job], make: Callable[[Any], torch.optim.Optimizer], wrong: int, late: int
+    jobs: list[Job], adamw: Make, wrong: int, late: int
 ) -> None:
-    job, line = diverged_pair(jobs, make, "parameter", wrong)
+    job, line = diverged_pair(jobs, adamw, "parameter", wrong)
     repeated(job, line)
     for step in range(1, late + 1):
         job.train(wrong=wrong if step == late else None, where="moment")
@@ -301,19 +305,17 @@ def test_a_replica_that_is_wrong_again_is_named_also_if_that_is_at_an_earlier_st
 
 
 def test_where_wrong_values_had_reached_both_replicas_nobody_is_blamed(
-    jobs: list[Job], make: Callable[[Any], torch.optim.Optimizer]
+    jobs: list[Job], adamw: Make
 ) -> None:
-    job, line = diverged_pair(jobs, make, "before the step", 1)
+    job, line = diverged_pair(jobs, adamw, "before the step", 1)
     repeated(job, line)
     assert gone_on(job, 2) is None
     found = job.found()
     assert found is not None and (found.wrong, found.proof) == ((), Proof.UNDECIDED)
 
 
-def test_training_that_is_not_deterministic_blames_nobody(
-    jobs: list[Job], make: Callable[[Any], torch.optim.Optimizer]
-) -> None:
-    job = trained(jobs, 2, make)
+def test_training_that_is_not_deterministic_blames_nobody(jobs: list[Job], adamw: Make) -> None:
+    job = trained(jobs, 2, adamw)
     line, times = job.state(), iter(range(10**6))
     job.noise = lambda rank: next(times) * 1e-4
     assert gone_on(job) == 1
@@ -324,10 +326,10 @@ def test_training_that_is_not_deterministic_blames_nobody(
 
 
 def test_ranks_that_always_compute_different_things_are_both_right(
-    jobs: list[Job], make: Callable[[Any], torch.optim.Optimizer]
+    jobs: list[Job], adamw: Make
 ) -> None:
     """Such as one whose gradient is not reduced: the script is wrong, and no device is."""
-    job = trained(jobs, 2, make)
+    job = trained(jobs, 2, adamw)
     line = job.state()
     job.noise = lambda rank: rank * 1e-3
     assert gone_on(job) == 1
@@ -338,10 +340,10 @@ def test_ranks_that_always_compute_different_things_are_both_right(
 
 
 def test_without_one_ranks_memory_of_the_first_time_nobody_is_blamed(
-    jobs: list[Job], make: Callable[[Any], torch.optim.Optimizer]
+    jobs: list[Job], adamw: Make
 ) -> None:
     """Its member has moved meanwhile."""
-    job, line = diverged_pair(jobs, make, "parameter", 0)
+    job, line = diverged_pair(jobs, adamw, "parameter", 0)
     repeated(job, line, [job.reports()[0], None])
     assert gone_on(job, 2) is None
     found = job.found()
@@ -349,10 +351,8 @@ def test_without_one_ranks_memory_of_the_first_time_nobody_is_blamed(
 
 
 @pytest.mark.parametrize("nonsense", ["other steps", "a later line", "not all compared"])
-def test_a_report_of_no_use_is_not_judged(
-    jobs: list[Job], make: Callable[[Any], torch.optim.Optimizer], nonsense: str
-) -> None:
-    job, line = diverged_pair(jobs, make, "parameter", 0)
+def test_a_report_of_no_use_is_not_judged(jobs: list[Job], adamw: Make, nonsense: str) -> None:
+    job, line = diverged_pair(jobs, adamw, "parameter", 0)
     report = job.reports()[0]
     assert report is not None
     others = {
@@ -367,8 +367,8 @@ def test_a_report_of_no_use_is_not_judged(
     assert (found is None) == (nonsense != "other steps")
 
 
-def test_a_rank_remembers_a_bounded_number_of_steps(jobs: list[Job]) -> None:
-    job = trained(jobs, 2, OPTIMIZERS[0])
+def test_a_rank_remembers_a_bounded_number_of_steps(jobs: list[Job], adamw: Make) -> None:
+    job = trained(jobs, 2, adamw)
     assert gone_on(job, HISTORY_MAX + 5) is None
     job.train(wrong=1)
     job.save()
@@ -377,8 +377,10 @@ def test_a_rank_remembers_a_bounded_number_of_steps(jobs: list[Job]) -> None:
         assert report.history[-1].step == job.step
 
 
-def test_replicas_that_hold_the_same_again_have_nothing_to_report(jobs: list[Job]) -> None:
-    job = trained(jobs, 2, OPTIMIZERS[0])
+def test_replicas_that_hold_the_same_again_have_nothing_to_report(
+    jobs: list[Job], adamw: Make
+) -> None:
+    job = trained(jobs, 2, adamw)
     before = job.state()
     job.train(wrong=1)
     assert all(job.save()) and job.found() is not None
@@ -388,10 +390,8 @@ def test_replicas_that_hold_the_same_again_have_nothing_to_report(jobs: list[Job
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_undisturbed_training_raises_no_alarm(
-    jobs: list[Job], make: Callable[[Any], torch.optim.Optimizer], ranks: int
-) -> None:
-    job = trained(jobs, ranks, make)
+def test_undisturbed_training_raises_no_alarm(jobs: list[Job], adamw: Make, ranks: int) -> None:
+    job = trained(jobs, ranks, adamw)
     line = job.state()
     assert gone_on(job, 40) is None and job.reports() == [None] * ranks
     repeated(job, line)
