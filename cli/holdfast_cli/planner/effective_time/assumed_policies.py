@@ -356,9 +356,9 @@ class _Maker:
         is short beside that."""
         model, costs = self.gradients(), self._costs
         frames_bytes = costs.state_bytes * (1 - WITHOUT_WEIGHTS) * (model.window_steps - 1) / 2
-        load_s = frames_bytes / self._cluster.nodes
-        load_s *= 1 / costs.network_bytes_s + 1 / costs.copy_bytes_s
-        return replace(model, after_loss=AfterLoss.FEWER, load_s=load_s)
+        catch_up_s = frames_bytes / self._cluster.nodes
+        catch_up_s *= 1 / costs.network_bytes_s + 1 / costs.copy_bytes_s
+        return replace(model, after_loss=AfterLoss.FEWER, catch_up_s=catch_up_s)
 
     def _slot_bytes(self, window: int) -> float:
         """The largest save of a window: a part of the full state, and the compute weights of all
