@@ -818,6 +818,17 @@ MUTANTS = (
         test="sdk/moe/test_snapshots_of_some_experts.py",
     ),
     Mutant(
+        name="windows: capture the steps of seats with their layer where no expert is captured",
+        edits=(
+            (
+                "trainer_sdk/holdfast/_state/capture.py",
+                "            yield replace(found, of_stack=place.stacked)",
+                "            yield found",
+            ),
+        ),
+        test="sdk/moe/test_snapshots_of_some_experts.py",
+    ),
+    Mutant(
         name="windows: compare an expert with what its seat held before a move",
         edits=(
             (
