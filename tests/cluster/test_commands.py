@@ -113,7 +113,10 @@ def test_a_rank_that_inject_kills_is_restored_and_history_shows_it(shell: Shell)
     found = json.loads(shell.type("history", NAME, "--json"))
     assert found["job"] == f"default.{NAME}"
     recovery = found["recoveries"][-1]
-    assert (recovery["epoch"], recovery["lost_ranks"]) == (after["epoch"], [1])
+    assert recovery["epoch"] == after["epoch"]
+    # Processes do not stay in this job: rank 0's may end by itself, as its collective fails, before
+    # the new epoch comes.
+    assert recovery["lost_ranks"] in ([1], [1, 0])
     assert int(recovery["line"].partition(".")[2]) >= before["protectedStep"]
     assert all(recovery["seconds"][stage] >= 0 for stage in ("new epoch", "at work", "protected"))
 

@@ -70,6 +70,16 @@ COLUMNS = {
         spec={**_POLICY, "elastic": {"seatsPerRank": 4}},
         exact=False,  # copies may be placed otherwise after a recovery, and sums then differ
     ),
+    "seats, windows": Column(
+        example="train_moe_elastic.py",
+        arguments=(*_MOE, "--stay"),
+        spec={
+            **_POLICY,
+            "elastic": {"seatsPerRank": 4},
+            "policy": {"type": "Sparse", "sparse": {"window": 3, "repeats": "Optimizer"}},
+        },
+        exact=False,
+    ),
     "stages": Column(
         example="train_moe_pipeline.py",
         arguments=("--seed", "5"),
@@ -114,10 +124,13 @@ ADAPTED: dict[tuple[str, str], Row] = {
 }
 """(row, column) → what the row is for that column."""
 
+_WHOLE = "spec.elastic needs ranks that each hold whole experts"
 _LEFT_OUT = "use snapshot.policy.type PartialExperts, or remove it"
 REFUSED = {
     ("interval auto", "Sparse"): "needs every step",
-    ("experts on several ranks", "seats"): "spec.elastic needs ranks that each hold whole experts",
+    ("interval auto", "seats, windows"): "needs every step",
+    ("experts on several ranks", "seats"): _WHOLE,
+    ("experts on several ranks", "seats, windows"): _WHOLE,
     **{("persisted experts", name): _LEFT_OUT for name in COLUMNS if name != "PartialExperts"},
 }
 """(row, column) → words of the refusal."""
@@ -162,6 +175,7 @@ ELSEWHERE = {
     ("FSDP2", "Selective"): _LEFT_OUT_TOGETHER,
     ("FSDP2", "Sparse"): _CUT,
     ("FSDP2", "seats"): _REFUSED_WRAPPERS,
+    ("FSDP2", "seats, windows"): _REFUSED_WRAPPERS,
     ("FSDP2", "stages"): _WRAPPED_STAGES,
     ("TP", "Full"): "tests/local/test_staying_dtensors.py::"
     "test_only_the_lost_rank_starts_again_and_all_have_the_bits_of_an_undisturbed_run",
@@ -169,6 +183,7 @@ ELSEWHERE = {
     ("TP", "Selective"): _LEFT_OUT_TOGETHER,
     ("TP", "Sparse"): _CUT,
     ("TP", "seats"): _TP_OF_SEATS,
+    ("TP", "seats, windows"): _TP_OF_SEATS,
     ("TP", "stages"): _WRAPPED_STAGES,
     ("DDP", "Full"): "tests/local/test_staying_ddp.py::"
     "test_a_rank_that_dies_is_the_only_one_that_starts_again",
@@ -176,18 +191,21 @@ ELSEWHERE = {
     ("DDP", "Selective"): _HOOKS,
     ("DDP", "Sparse"): _CUT,
     ("DDP", "seats"): _REFUSED_WRAPPERS,
+    ("DDP", "seats, windows"): _REFUSED_WRAPPERS,
     ("DDP", "stages"): _WRAPPED_STAGES,
     ("Hugging Face", "Full"): _EXAMPLES,
     ("Hugging Face", "PartialExperts"): _TOKENS,
     ("Hugging Face", "Selective"): _TOKENS,
     ("Hugging Face", "Sparse"): _BYTES,
     ("Hugging Face", "seats"): _HUGGING_FACE,
+    ("Hugging Face", "seats, windows"): _HUGGING_FACE,
     ("Hugging Face", "stages"): _HUGGING_FACE,
     ("Lightning", "Full"): _EXAMPLES,
     ("Lightning", "PartialExperts"): _TOKENS,
     ("Lightning", "Selective"): _TOKENS,
     ("Lightning", "Sparse"): _GRADIENTS,
     ("Lightning", "seats"): _LIGHTNING,
+    ("Lightning", "seats, windows"): _LIGHTNING,
     ("Lightning", "stages"): _LIGHTNING,
 }
 """(row, column) → the test that trains this pair with real processes, or sees it refused."""

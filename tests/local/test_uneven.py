@@ -458,26 +458,65 @@ def test_experts_move_when_loads_are_worth_it_and_no_loss_changes() -> None:
     asyncio.run(change())
 
 
+PARTIAL = {"type": "PartialExperts", "partialExperts": {"expertsPerLayer": 1}}
+SELECTIVE = {"type": "Selective", "selective": {"experts": 3}}
+WINDOWS = {"type": "Sparse", "sparse": {"window": 4, "repeats": "Optimizer"}}
+FULL = {"type": "Full"}
+REPLICATION = {"type": "Replication", "replication": {"replicas": 1}}
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_windows_follow_experts_that_move_and_come_back_with_their_bytes() -> None:
+    """The check of loads after 100 steps lies within a window, from step 98 to 101. All processes
+    die in windows of the new seats, and the next ones begin with those of the start."""
+
+    async def change() -> None:
+        policy = {"snapshot": {"policy": WINDOWS}}
+        async with running(Shape(seats=4, every=1, rebalance=100), **policy) as run:
+
+            def protects_after_move(status: Status) -> bool:
+                plan, line = status.experts, status.protected
+                moved = plan is not None and plan.cause == PlanCause.LOADS
+                return moved and Generation.parse(line).step > 101
+
+            await run.cluster.wait_for(
+                protects_after_move, timeout_s=WAIT_S, what="a window of other seats"
+            )
+            assert run.cluster.status.epoch == 1
+            await run.fail(*((rank, "after-forward") for rank in range(4)))
+            assert run.cluster.status.local.recoveries[-1].source is RestoreSource.LOCAL
+            await run.cluster.stop()
+            assert run.check_found() == 0
+            assert await asyncio.to_thread(run.check) == [4, 4]
+            assert run.repeated() == 0
+
+    asyncio.run(change())
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("shape", "redundancy", "lost"),
+    ("shape", "redundancy", "lost", "policy"),
     [
-        (Shape(seats=3, every=5), "RAIM5", 1),
-        (Shape(nodes=5, seats=4, every=5), "RAIM6", 2),
+        (Shape(seats=3, every=5), "RAIM5", 1, FULL),
+        (Shape(nodes=5, seats=4, every=5), "RAIM6", 2, FULL),
+        (Shape(seats=3, every=1), "RAIM5", 1, WINDOWS),
     ],
-    ids=["a node", "two nodes at once"],
+    ids=["a node", "two nodes at once", "a node and windows"],
 )
 def test_all_ranks_go_back_to_the_line_when_an_expert_has_lost_all_copies(
-    shape: Shape, redundancy: str, lost: int
+    shape: Shape, redundancy: str, lost: int, policy: Any
 ) -> None:
     """Four nodes with three seats each hold some of eight experts once, five with four some of them
     twice."""
 
     async def change() -> None:
         left = shape.nodes - lost
-        more = {"redundancy": {"type": redundancy}, "minNodes": 3}
+        more: dict[str, Any] = {"redundancy": {"type": redundancy}, "minNodes": 3}
+        more["snapshot"] = {"policy": policy}
         async with running(shape, **more) as run:
             holders = defaultdict[int, set[int]](set)
             for rank, line in run.newest().items():
@@ -490,6 +529,7 @@ def test_all_ranks_go_back_to_the_line_when_an_expert_has_lost_all_copies(
             assert smaller.local.recoveries[-1].source is not RestoreSource.LIVE
             await run.cluster.stop()
             assert await asyncio.to_thread(run.check) == [shape.nodes, left]
+            assert run.check_found() == 0
             logs = run.logs()
             assert len(logs) == shape.nodes  # nobody started again
             stayed = [lines for lines in logs.values() if lines[-1].epoch == smaller.epoch]
@@ -499,12 +539,6 @@ def test_all_ranks_go_back_to_the_line_when_an_expert_has_lost_all_copies(
             assert held - {None} == set(range(uneven_trainer.EXPERTS))
 
     asyncio.run(change())
-
-
-PARTIAL = {"type": "PartialExperts", "partialExperts": {"expertsPerLayer": 1}}
-SELECTIVE = {"type": "Selective", "selective": {"experts": 3}}
-FULL = {"type": "Full"}
-REPLICATION = {"type": "Replication", "replication": {"replicas": 1}}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -520,6 +554,7 @@ REPLICATION = {"type": "Replication", "replication": {"replicas": 1}}
         (SELECTIVE, {"type": "RAIM5"}, 2),
         (SELECTIVE, {"type": "RAIM6"}, 3),
         (PARTIAL, REPLICATION, 2),
+        (WINDOWS, {"type": "RAIM5"}, 2),
     ],
     ids=lambda one: one["type"] if isinstance(one, dict) else None,
 )
@@ -547,8 +582,8 @@ def test_every_policy_and_redundancy_goes_on_live_restores_and_loads_densely(
             await run.cluster.stop()
             older = run.check_found()
             older += run.check_set(store.complete()[0].generation)
-            assert (older > 0) == (policy is not FULL)
-            if policy is FULL:
+            assert (older > 0) == (policy in (PARTIAL, SELECTIVE))
+            if policy in (FULL, WINDOWS):
                 assert await asyncio.to_thread(run.check) == [4, 3, 3]
             assert run.repeated() == 0
 

@@ -346,7 +346,7 @@ def _check_seats(model: nn.Module, topology: Topology | None, settings: Settings
 
     Raises:
         InvalidJobError: ranks have different parts of a parameter, or the topology says so; or
-            snapshots are windows.
+            recoveries would repeat the training steps of windows.
     """
     sharded = (name for name, one in model.named_parameters() if is_dtensor(one))
     if (first := next(sharded, None)) is not None:
@@ -360,10 +360,11 @@ def _check_seats(model: nn.Module, topology: Topology | None, settings: Settings
             f"which is not what {topology} describes: leave topology out, and give the job "
             f"parallelism {{dp: {topology.world_size}}}"
         )
-    if settings.window:
+    if settings.window and settings.repeats is Repeats.TRAINING:
         raise InvalidJobError(
-            "a sparse window needs each expert on the same ranks in all its steps, and experts of "
-            "holdfast.moe change ranks: use another snapshot.policy.type"
+            "the training steps of a sparse window are repeated only with each expert on the ranks "
+            "that it was on, and experts of holdfast.moe change ranks: set "
+            "snapshot.policy.sparse.repeats to Optimizer, or use another snapshot.policy.type"
         )
 
 

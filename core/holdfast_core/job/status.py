@@ -101,15 +101,13 @@ class RecoveryStatus(_Part, frozen=True, kw_only=True):
     """One recovery."""
 
     cause: Annotated[str, Meta(description="what was lost")]
-    detected_at: Annotated[_Time, Meta(description="when the loss was noticed")] | None = None
+    detected_at: Annotated[_Time, Meta(description="when the recovery was decided")] | None = None
     restored_step: (
         Annotated[int, Meta(description="the step that training continued from")] | None
     ) = None
     lost_steps: Annotated[int, Meta(description="steps that had to be repeated")] | None = None
     seconds: (
-        Annotated[
-            float, Meta(description="from noticing the loss until all ranks were at work again")
-        ]
+        Annotated[float, Meta(description="from the decision until all ranks were at work again")]
         | None
     ) = None
     source: (

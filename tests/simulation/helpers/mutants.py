@@ -807,6 +807,39 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="windows: go on with a window in which experts have changed ranks",
+        edits=(
+            (
+                "trainer_sdk/holdfast/_save/pipeline.py",
+                '            self.drop("experts have changed ranks")\n',
+                "",
+            ),
+        ),
+        test="sdk/moe/test_snapshots_of_some_experts.py",
+    ),
+    Mutant(
+        name="windows: capture the steps of seats with their layer where no expert is captured",
+        edits=(
+            (
+                "trainer_sdk/holdfast/_state/capture.py",
+                "            yield replace(found, of_stack=place.stacked)",
+                "            yield found",
+            ),
+        ),
+        test="sdk/moe/test_snapshots_of_some_experts.py",
+    ),
+    Mutant(
+        name="windows: compare an expert with what its seat held before a move",
+        edits=(
+            (
+                f"{CAPTURE}/optimizer_steps.py",
+                "        self._left.clear()\n        if self._trials",
+                "        if self._trials",
+            ),
+        ),
+        test="sdk/moe/test_snapshots_of_some_experts.py",
+    ),
+    Mutant(
         name="windows: let each rank take the length that it has measured itself",
         edits=(
             (

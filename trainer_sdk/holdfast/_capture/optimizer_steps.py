@@ -152,14 +152,16 @@ class OptimizerSteps:
         for key, held in parts.items():
             anchor = self._live.anchors[held[0].name]
             room = known.get(key)
-            if room is None or room.parameter is not anchor.parameter:
-                room = _Room(
-                    parameter=anchor.parameter,
-                    gradient=room_like(local_of(anchor.parameter)).zero_(),
-                    name=anchor.place.name,
-                    units=[source.unit for source in held],
-                )
-            self._rooms[key] = room
+            kept = room is not None and room.parameter is anchor.parameter
+            # The same memory may have become that of other experts.
+            room = self._rooms[key] = _Room(
+                parameter=anchor.parameter,
+                gradient=room.gradient
+                if room is not None and kept
+                else room_like(local_of(anchor.parameter)).zero_(),
+                name=anchor.place.name,
+                units=[source.unit for source in held],
+            )
             for source in held:
                 index = self._live.anchors[source.name].index
                 gradient = room.gradient if index is None else room.gradient[index]
@@ -172,6 +174,13 @@ class OptimizerSteps:
                     )
                 )
         return tuple(found)
+
+    def on_reseated(self) -> None:
+        """Note that the tensors of stacks have become those of other experts since the last step:
+        what that step has left of them is not compared."""
+        self._left.clear()
+        if self._trials is not None:
+            self._trials.clear()
 
     def _step_bytes(self) -> int:
         optimizers = range(len(self._live.optimizers))
@@ -199,6 +208,8 @@ class OptimizerSteps:
         if self._noted:
             with self._failing_saves():
                 index = self._number_of(optimizer)
+                if self._trials and index in self._taken.groups:
+                    self._trials.clear()  # They are of a step whose save was not taken.
                 self._compare_left(index)
                 self._left.pop(index, None)
                 if due is not None:

@@ -47,7 +47,6 @@ from holdfast_core.experts.window_lengths import (
 from holdfast_core.job.snapshots import Repeats, SparseWindows
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
-from holdfast_core.snapshots.names import TensorName
 from holdfast_core.snapshots.units import UnitKey
 
 SAMPLED_UNITS = 4
@@ -195,7 +194,9 @@ class WindowCapture(CaptureStrategy):
     def shape(self, layout: Layout, sources: Sequence[TensorSource]) -> Layout:
         layout = super().shape(layout, sources)
         buffers = tuple(source.name for source in sources if source.role is TensorRole.BUFFER)
-        self._early, self._late = _shared_in_stacks(sources), ()
+        # What a stack shares, such as its number of steps, changes although some of its experts are
+        # frozen.
+        self._early, self._late = tuple(one.name for one in sources if one.of_stack), ()
         if self._schedule.repeats is Repeats.TRAINING:
             self._early += buffers
         else:
@@ -370,11 +371,3 @@ def _plan(
         nbytes=sum(entry.nbytes for entry in entries),
         state_of=state_of,
     )
-
-
-def _shared_in_stacks(sources: Sequence[TensorSource]) -> tuple[str, ...]:
-    """Optimizer states that all experts of a stack share, such as its number of steps: they change
-    although some of these experts are frozen."""
-    names = {source.name: TensorName.parse(source.name) for source in sources}
-    stacks = {one.base.whole for one in names.values() if one.expert is not None}
-    return tuple(text for text, one in names.items() if one.is_state and one.base in stacks)

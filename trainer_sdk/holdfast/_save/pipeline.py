@@ -218,6 +218,8 @@ class SavePipeline:
                 gradients=task.gradients,
             )
         if task.reseated and self._plan is not None:
+            # A window has each expert from one rank. Those to come would have it from another.
+            self.drop("experts have changed ranks")
             captured = self._tensors.captured
             self._plan = self._plan.after_reseating(captured)
             self.strategy.on_reseated(self._plan.own_experts(table_of(captured)))

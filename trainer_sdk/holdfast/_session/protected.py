@@ -191,6 +191,8 @@ class ProtectedSession(WorldSession):
     def on_reseated(self, plan: PlanReport, *, moved: bool) -> None:
         self.counters.plan = plan
         self._stale, self._reseated = self._stale or moved, self._reseated or moved
+        if moved:
+            self._optimizer_steps.on_reseated()
 
     def follow(self, kept: PartialState) -> None:
         self._kept = kept

@@ -738,7 +738,8 @@ class LiveState:
             found = self._source(unit, own, role, local, value, parameter)
             yield replace(found, private=True, of_stack=True)
         else:
-            yield self._source(place.unit, own, role, local, value, parameter)
+            found = self._source(place.unit, own, role, local, value, parameter)
+            yield replace(found, of_stack=place.stacked)  # With seats, all ranks have the stack.
 
     def _buffers(self, modules: Mapping[str, nn.Module]) -> Iterator[TensorSource]:
         seen: set[int] = set()

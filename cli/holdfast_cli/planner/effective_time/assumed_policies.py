@@ -49,6 +49,7 @@ class PolicyKind(StrEnum):
     SPARSE = "sparse"
     SPARSE_GLOBAL = "sparse-global"
     SPARSE_GRADS = "sparse-grads"
+    FEWER_GRADS = "fewer-grads"
 
 
 MEANINGS = {
@@ -63,6 +64,7 @@ MEANINGS = {
     PolicyKind.SPARSE: "windows of W steps, only failed stages replay (elastic.Pipeline)",
     PolicyKind.SPARSE_GLOBAL: "windows of W steps, all ranks go back (Sparse)",
     PolicyKind.SPARSE_GRADS: "windows of W steps, optimizers catch up (Sparse, repeats: Optimizer)",
+    PolicyKind.FEWER_GRADS: "the same, and with minNodes: the job goes on with fewer nodes",
 }
 
 NOT_BUILT = frozenset({PolicyKind.CHECKFREQ, PolicyKind.GEMINI})
@@ -70,6 +72,9 @@ NOT_BUILT = frozenset({PolicyKind.CHECKFREQ, PolicyKind.GEMINI})
 
 OF_SCRIPTS = frozenset({PolicyKind.STAGES, PolicyKind.SPARSE, PolicyKind.ELASTIC})
 """What the training script decides, not the job: shown for comparison, never recommended."""
+
+SHRINKING = frozenset({PolicyKind.FEWER, PolicyKind.FEWER_GRADS})
+"""What takes a job with `minNodes` below `nodes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +165,7 @@ def policy_models(
         maker.sparse, PolicyKind.SPARSE_GLOBAL, by_stage=False
     )
     makers[PolicyKind.SPARSE_GRADS] = maker.gradients
+    makers[PolicyKind.FEWER_GRADS] = maker.gradients_of_fewer
     return {
         kind: replace(makers[kind](), built=kind not in NOT_BUILT, name=kind.value)
         for kind in PolicyKind
@@ -342,6 +348,17 @@ class _Maker:
         usable_after_s = copy_s + protect_s * window * self._cluster.node_losses
         level = replace(level, usable_after_s=usable_after_s)
         return replace(model, levels=(level,), catches_up=True, replay_saves=0.0)
+
+    def gradients_of_fewer(self) -> PolicyModel:
+        """Such windows in a job that goes on with fewer nodes. Another world gets the gradients of
+        a window, those of half the units on average, from the ranks that captured them, and copies
+        them back to the accelerators for each step that it repeats: the arithmetic of these steps
+        is short beside that."""
+        model, costs = self.gradients(), self._costs
+        frames_bytes = costs.state_bytes * (1 - WITHOUT_WEIGHTS) * (model.window_steps - 1) / 2
+        catch_up_s = frames_bytes / self._cluster.nodes
+        catch_up_s *= 1 / costs.network_bytes_s + 1 / costs.copy_bytes_s
+        return replace(model, after_loss=AfterLoss.FEWER, catch_up_s=catch_up_s)
 
     def _slot_bytes(self, window: int) -> float:
         """The largest save of a window: a part of the full state, and the compute weights of all

@@ -136,6 +136,9 @@ class PolicyModel:
     """Steps over which one complete state is saved (W of MoEvement §3.2); 0: in each save."""
     catches_up: bool = False
     """Whether a restore brings back a window's last step, with its gradients; else its first."""
+    catch_up_s: float = 0.0
+    """Time from a restore until the optimizers have repeated their steps, with gradients that come
+    from other nodes."""
     replay_saves: float = 0.0
     """Portion of a window's steps that their repetition saves because experts are frozen in it:
     those of later slots need no gradients of their weights (MoEvement §3.5, appendix D)."""
@@ -189,7 +192,7 @@ def expected_redone_s(model: PolicyModel, workload: Workload) -> float:
     level = model.levels[0]
     windows = 0.5 if model.catches_up else 1.5
     steps = windows * model.window_steps if model.window_steps else level.interval_steps / 2
-    redone_s = model.repeated(steps) * workload.step_s + level.usable_after_s
+    redone_s = model.repeated(steps) * workload.step_s + level.usable_after_s + model.catch_up_s
     if model.by_stage:
         return redone_s * workload.alone(1)
     return redone_s * (1 + model.overhead(workload.step_s))

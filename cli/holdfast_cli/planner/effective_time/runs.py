@@ -454,7 +454,10 @@ class _Training:
             self._enter(Activity.REDOING, lasts_s, self._train)
             return
         self._step = at
-        self._train()
+        if model.catch_up_s:
+            self._enter(Activity.REDOING, model.catch_up_s, self._train)
+        else:
+            self._train()
 
     def _restore_step(self, in_memory: bool) -> float:
         """The newest step that can be restored: from snapshots in memory, or else from storage. If

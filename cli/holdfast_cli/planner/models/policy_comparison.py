@@ -249,10 +249,12 @@ class _World:
     def windows(self, kind: PolicyType) -> list[PolicyCost]:
         """The cost of windows, for each of what a recovery may repeat. Without what the job would
         be refused with: windows with saves further apart than a step, or windows that repeat
-        training in a job that may go on with fewer nodes."""
+        training in a job that may go on with fewer nodes, or with experts in seats."""
         if self._job.spec.snapshot.interval.steps != 1:
             return []
-        possible = (Repeats.OPTIMIZER,) if self._job.spec.may_shrink else tuple(Repeats)
+        spec = self._job.spec
+        other_ranks = spec.may_shrink or spec.elastic is not None
+        possible = (Repeats.OPTIMIZER,) if other_ranks else tuple(Repeats)
         return [cost for repeats in possible for cost in self._window(kind, repeats)]
 
     def _window(self, kind: PolicyType, repeats: Repeats) -> list[PolicyCost]:

@@ -258,13 +258,17 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
 
 
 def possible_policies(job: MoETrainingJob) -> frozenset[PolicyKind]:
-    """Policies that the job can ask for. With `minNodes` below `nodes` only whole snapshots are
-    simulated; sparse windows need every step."""
+    """Policies that the job can ask for. With `minNodes` below `nodes` whole snapshots are
+    simulated, and windows of gradients; sparse windows need every step."""
     if job.spec.may_shrink:
-        return frozenset({PolicyKind.FEWER})
-    kinds = {PolicyKind.FULL, PolicyKind.PARTIAL, PolicyKind.SELECTIVE}
+        kinds, windows = {PolicyKind.FEWER}, {PolicyKind.FEWER_GRADS}
+    else:
+        kinds = {PolicyKind.FULL, PolicyKind.PARTIAL, PolicyKind.SELECTIVE}
+        windows = {PolicyKind.SPARSE_GRADS}
+        if job.spec.elastic is None:
+            windows.add(PolicyKind.SPARSE_GLOBAL)
     if job.spec.snapshot.interval.steps == 1:
-        kinds |= {PolicyKind.SPARSE_GLOBAL, PolicyKind.SPARSE_GRADS}
+        kinds |= windows
     return frozenset(kinds)
 
 
@@ -289,19 +293,14 @@ def job_setting(
                 else replace(costs, window_steps=policy.window_steps)
             )
     if job.spec.may_shrink:
-        kind = PolicyKind.FEWER
+        windows = kind is PolicyKind.SPARSE_GRADS
+        kind = PolicyKind.FEWER_GRADS if windows else PolicyKind.FEWER
     interval = job.spec.snapshot.interval
     steps = interval.steps if isinstance(interval.steps, int) else 0
     costs = replace(costs, interval_steps=steps)
     if isinstance(policy, LossyPolicy):
         costs = replace(costs, loss_limit=policy.loss_limit)
-    return JobSetting(
-        kind=kind,
-        costs=costs,
-        workload=workload,
-        cluster=cluster,
-        windows_as_full=kind is PolicyKind.FEWER and isinstance(policy, SparseWindows),
-    )
+    return JobSetting(kind=kind, costs=costs, workload=workload, cluster=cluster)
 
 
 def _kinds_of(text: str) -> tuple[PolicyKind, ...]:

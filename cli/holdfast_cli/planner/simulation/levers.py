@@ -29,7 +29,7 @@ from holdfast_core.snapshots.membership import Redundancy
 Simulate = Callable[[PolicyModel, Workload, Cluster], Sequence[TrainingRun]]
 """Runs of a policy, by seed: every call simulates the same failures."""
 
-WINDOWED = frozenset({PolicyKind.SPARSE_GLOBAL, PolicyKind.SPARSE_GRADS})
+WINDOWED = frozenset({PolicyKind.SPARSE_GLOBAL, PolicyKind.SPARSE_GRADS, PolicyKind.FEWER_GRADS})
 PARITY = {
     1: (Redundancy.RAIM5.value, DEFAULT_GROUP_SIZE),
     2: (Redundancy.RAIM6.value, DEFAULT_LARGE_GROUP_SIZE),
@@ -48,8 +48,6 @@ class JobSetting:
     costs: AssumedCosts
     workload: Workload
     cluster: Cluster
-    windows_as_full: bool = False
-    """Whether the job's snapshots are windows, and its kind has whole ones in their place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +82,6 @@ class Levers:
     ettr: float
     every_steps: int
     levers: tuple[Lever, ...]
-    windows_as_full: bool = False
-    """See `JobSetting`."""
 
 
 def compare_levers(
@@ -134,7 +130,6 @@ def compare_levers(
         ettr=statistics.fmean(run.ettr for run in base),
         every_steps=_every(model),
         levers=tuple(sorted(levers, key=lambda lever: (-lever.gain, lever.change))),
-        windows_as_full=job.windows_as_full,
     )
 
 
@@ -151,7 +146,7 @@ def _changes(
     job: JobSetting, possible: frozenset[PolicyKind], rate_s: float, stay_restart_s: float | None
 ) -> Iterator[tuple[str, JobSetting]]:
     costs, cluster = job.costs, job.cluster
-    if costs.interval_steps and job.kind not in WINDOWED and not job.windows_as_full:
+    if costs.interval_steps and job.kind not in WINDOWED:
         changed = replace(costs, interval_steps=0)
         yield f"snapshot.interval.steps: {AUTO}", replace(job, costs=changed)
     yield from _policies(job, possible)
@@ -192,6 +187,7 @@ _NAMES = {
     PolicyKind.SPARSE_GLOBAL: "snapshot.policy.type: Sparse",
     PolicyKind.SPARSE_GRADS: "snapshot.policy.type: Sparse, with repeats: Optimizer",
     PolicyKind.FEWER: "minNodes below nodes, if the job's shape allows it",
+    PolicyKind.FEWER_GRADS: "minNodes below nodes, and windows with repeats: Optimizer",
     PolicyKind.STAGES: "a script with elastic.Pipeline, so that only failed stages repeat steps",
     PolicyKind.ELASTIC: "a script with holdfast.moe, so that copies of experts live on",
 }
@@ -199,7 +195,9 @@ _NAMES = {
 
 def _policies(job: JobSetting, possible: frozenset[PolicyKind]) -> Iterator[tuple[str, JobSetting]]:
     """Other policies, with the interval of the job; those of windows choose their length."""
-    others = [*sorted(possible), PolicyKind.FEWER, PolicyKind.ELASTIC]
+    windows = job.kind is PolicyKind.SPARSE_GRADS
+    fewer = PolicyKind.FEWER_GRADS if windows else PolicyKind.FEWER
+    others = [*sorted(possible), fewer, PolicyKind.ELASTIC]
     if job.workload.stages > 1:
         others.append(PolicyKind.STAGES)
     for kind in dict.fromkeys(others):

@@ -10,7 +10,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdfast_cli.planner.effective_time.assumed_policies import MEANINGS, OF_SCRIPTS, PolicyKind
+from holdfast_cli.planner.effective_time.assumed_policies import (
+    MEANINGS,
+    OF_SCRIPTS,
+    SHRINKING,
+    PolicyKind,
+)
 from holdfast_cli.planner.effective_time.policy_models import PolicyModel, Workload
 from holdfast_cli.planner.effective_time.runs import Activity, Runs
 from holdfast_cli.planner.models.policy_comparison import NEGLIGIBLE
@@ -202,8 +207,6 @@ def lever_view(levers: Levers) -> Text:
     """The change that gains most, in words, and the next ones; or that none does."""
     at = "with the trace" if levers.mtbf_s is None else f"at {duration_text(levers.mtbf_s)}"
     every = f"W = {levers.every_steps}" if levers.kind in WINDOWED else _steps(levers.every_steps)
-    if levers.windows_as_full:
-        every += "; its windows are simulated as Full"
     as_is = f"As it is ({levers.kind}, {every}), the job has ETTR {levers.ettr:.3f} {at}."
     gaining = [lever for lever in levers.levers if lever.counts]
     if not gaining:
@@ -232,8 +235,10 @@ def _steps(count: int) -> str:
 def _notes(inputs: Inputs, simulated: Sequence[Simulated]) -> list[Text]:
     kinds = dict.fromkeys(each.kind for each in simulated)
     notes = [f"{kind + ':':<14} {MEANINGS[kind]}" for kind in kinds]
-    if PolicyKind.FEWER in kinds and PolicyKind.FEWER not in inputs.possible:
-        notes.append("               this job has no minNodes, so that fewer is not recommended")
+    lacking = [kind for kind in kinds if kind in SHRINKING]
+    if lacking and not inputs.possible & SHRINKING:
+        named = " and ".join(lacking) + (" are" if len(lacking) > 1 else " is")
+        notes.append(f"               this job has no minNodes, so that {named} not recommended")
     if any(not each.model.built for each in simulated):
         notes.append("*              not in this version: shown to compare, never recommended")
     if any(each.kind in OF_SCRIPTS for each in simulated):

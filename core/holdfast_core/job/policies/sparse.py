@@ -22,6 +22,9 @@ WINDOW_MAX = 16
 §3.6)."""
 WINDOW_AUTO_MAX = 8
 """Default of the most steps of a window whose length follows from measurement."""
+REBALANCE_MIN = 2 * WINDOW_MAX
+"""Fewest steps from one check of the experts' loads to the next: if experts move, the window in
+progress is dropped, and the one after it is whole before they can move again."""
 
 
 class SparseWindows(Policy, frozen=True, kw_only=True):
@@ -173,11 +176,20 @@ class SparseWindows(Policy, frozen=True, kw_only=True):
                 field=".snapshot.policy.type",
             ),
             Rule(
-                rule=f"!has(self.elastic) || {another}",
-                says="spec.elastic moves experts between ranks, and a sparse window needs each "
-                "expert on the same ranks in all its steps; use another policy, or remove "
-                "spec.elastic",
+                rule=f"!has(self.elastic) || {another} || "
+                f"has(self.{path}) && self.{path}.repeats == 'Optimizer'",
+                says="spec.elastic moves experts between ranks, and the training steps of a sparse "
+                "window are repeated only with each expert on the ranks that it was on; set "
+                f"{path}.repeats to Optimizer, or use another policy, or remove spec.elastic",
                 field=".snapshot.policy.type",
+            ),
+            Rule(
+                rule=f"!has(self.elastic) || {another} || self.elastic.rebalanceSteps == 0 || "
+                f"self.elastic.rebalanceSteps >= {REBALANCE_MIN}",
+                says="a move of experts costs the sparse window that is being written, so moves "
+                f"every %d steps could leave no window whole; use at least {REBALANCE_MIN}, or 0",
+                values=("self.elastic.rebalanceSteps",),
+                field=".elastic.rebalanceSteps",
             ),
             Rule(
                 rule=f"{another} || self.snapshot.interval.steps == 1",

@@ -214,18 +214,20 @@ def test_a_jobs_own_policy_and_interval_are_what_is_changed(
     assert "As it is (sparse-global, W = 1)" in text, "as short as the step allows"
 
 
-def test_windows_of_a_job_that_may_shrink_are_simulated_as_whole_snapshots_and_it_says_so(
+def test_windows_of_a_job_that_may_shrink_are_simulated(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shrinking = JOB.replace("nodes: 4", "nodes: 4\n  minNodes: 2").replace(", ep: 8", "")
     spec = "  snapshot: {policy: {type: Sparse, sparse: {window: 3, repeats: Optimizer}}}\n"
     job.write_text(shrinking.replace("  model:", spec + "  model:"))
     text = printed(capsys, job, "--mtbf", "10m")
-    assert "(fewer, a snapshot every step; its windows are simulated as Full)" in text
+    assert "As it is (fewer-grads, W = 3)" in text
     fewer = replace(changed(SETTING, interval_steps=1), kind=PolicyKind.FEWER)
     auto = "snapshot.interval.steps: auto"
     assert auto in changes(compared(fewer))
-    assert auto not in changes(compared(replace(fewer, windows_as_full=True))), "it is refused"
+    of_windows = changes(compared(replace(fewer, kind=PolicyKind.FEWER_GRADS)))
+    assert auto not in of_windows, "it is refused"
+    assert any("sparse.window" in change for change in of_windows)
 
 
 def test_a_replayed_trace_has_levers_too(

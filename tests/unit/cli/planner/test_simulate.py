@@ -72,6 +72,7 @@ def test_a_job_of_any_size_is_simulated_with_every_policy(
         "partial",
         "selective",
         "fewer",
+        "fewer-grads",
         "checkfreq *",
         "stages +",
         "elastic +",
@@ -79,7 +80,7 @@ def test_a_job_of_any_size_is_simulated_with_every_policy(
     ):
         assert re.search(rf"(?m)^{re.escape(policy)} ", text), policy
     assert "not in this version: shown to compare, never recommended" in text
-    count = re.search(r"440 runs and ([\d,]+) events in ([\d.]+) s: ([\d,]+) events a second", text)
+    count = re.search(r"480 runs and ([\d,]+) events in ([\d.]+) s: ([\d,]+) events a second", text)
     assert count is not None
     assert float(count[2]) < 30  # seconds, not minutes, on any machine
 
@@ -95,7 +96,7 @@ def test_rarer_failures_cost_less_and_bands_enclose_the_mean(
         assert sum(row["portions"].values()) == pytest.approx(1)
         assert row["portions"]["training"] == pytest.approx(row["ettr"])
         by_policy.setdefault(row["policy"], []).append(row["ettr"])
-    assert len(by_policy) == 11
+    assert len(by_policy) == 12
     assert all(rare > frequent for rare, frequent in by_policy.values())
 
 
@@ -106,7 +107,7 @@ def test_only_what_the_job_can_ask_for_is_recommended(
     found = re.search(r"recommended: (\w+):", text)
     assert found is not None
     assert found[1] in {"full", "partial", "selective"}
-    assert "fewer is not recommended" in text
+    assert "fewer and fewer-grads are not recommended" in text
     none = printed(capsys, job, "--policies", "sparse,elastic", *QUICK)
     assert "this job can ask for none of these" in none
     shrinking = JOB.replace("nodes: 4", "nodes: 4\n  minNodes: 2").replace(
@@ -114,6 +115,11 @@ def test_only_what_the_job_can_ask_for_is_recommended(
     )
     job.write_text(shrinking)
     assert "recommended: fewer:" in printed(capsys, job, "--mtbf", "10m", *QUICK)
+    job.write_text(JOB.replace("{dp: 8, ep: 8}", "{dp: 8}\n  elastic: {seatsPerRank: 4}"))
+    repeats = printed(capsys, job, "--policies", "sparse-global", *QUICK)
+    assert "this job can ask for none of these" in repeats
+    catches_up = printed(capsys, job, "--policies", "sparse-grads", *QUICK)
+    assert "recommended: sparse-grads" in catches_up
 
 
 def test_a_trace_is_replayed(

@@ -213,15 +213,17 @@ def test_a_hook_that_changes_gradients_after_they_were_copied_is_noticed_in_the_
     assert max(FakeDaemon(tmp_path).sealed()).step == 1
 
 
+@pytest.mark.parametrize(("at", "newest"), [(3, 7), (6, 4)], ids=["which is tried", "which is not"])
 def test_a_second_step_between_two_saves_costs_its_window(
-    make_trainer: Any, open_session: Any, tmp_path: Path
+    at: int, newest: int, make_trainer: Any, open_session: Any, tmp_path: Path
 ) -> None:
     trainer = make_trainer()
     session = open_session(trainer, FakeDaemon(tmp_path), policy=windows(3), start_wait_s=WAIT_S)
-    again = [trainer.train if step == 6 else (lambda: None) for step in range(10)]
+    again = [trainer.train if step == at else (lambda: None) for step in range(10)]
     _, handles = trained(trainer, session, 7, lambda trainer, step: again[step]())
-    assert "has stepped twice since the last save" in str(handles[5].error)
-    assert max(FakeDaemon(tmp_path).sealed()).step == 4
+    assert "has stepped twice since the last save" in str(handles[at - 1].error)
+    assert session.problem is None
+    assert max(FakeDaemon(tmp_path).sealed()).step == newest
 
 
 def clamp(trainer: Any, step: int = 0) -> None:

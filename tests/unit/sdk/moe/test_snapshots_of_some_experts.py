@@ -1,4 +1,4 @@
-"""Snapshots that leave uneven copies of experts out, when experts change ranks and go on live."""
+"""Snapshots whose saves hold some uneven copies of experts, when these change ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,15 @@ from holdfast.dcp import HoldfastReader
 from holdfast.export import main
 from holdfast.testing import FakeDaemon
 from holdfast_core.elastic_experts.reports import PlanReport
-from holdfast_core.job.snapshots import Full, PartialExperts, Policy, Selective
+from holdfast_core.errors import SnapshotSkippedError
+from holdfast_core.job.snapshots import (
+    Full,
+    PartialExperts,
+    Policy,
+    Repeats,
+    Selective,
+    SparseWindows,
+)
 from holdfast_core.protection.standing import StandingAction, StandingVerdict
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.units import UnitKey
@@ -45,6 +53,7 @@ POLICIES: dict[str, Policy] = {
     "turn": PartialExperts(experts_per_layer=1, loss_limit=1),
     "selective": Selective(experts=2, loss_limit=1),
 }
+WINDOWS = SparseWindows(window=3, repeats=Repeats.OPTIMIZER)
 State = Mapping[str, torch.Tensor]
 
 
@@ -56,7 +65,7 @@ class Trainer:
         directory: str,
         world: elastic.World,
         group: elastic.WorldGroup,
-        policy: str,
+        policy: Policy,
         *,
         loads: Any = EVEN,
         epoch: int = 1,
@@ -80,7 +89,7 @@ class Trainer:
             optimizer=self.optimizer,
             daemon=self.daemon,
             settings=holdfast.Settings(
-                start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S, policy=POLICIES[self.policy]
+                start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S, policy=self.policy
             ),
         )
         assert isinstance(session, ProtectedSession)
@@ -88,6 +97,11 @@ class Trainer:
 
     def step(self, step: int) -> dict[str, torch.Tensor]:
         """Train and save a step; return the state of all ranks after it."""
+        self.train(step).committed.result(WAIT_S)
+        return self.state()
+
+    def train(self, step: int) -> holdfast.SaveHandle:
+        """Train a step, and begin to save it."""
         x = torch.randn(6 + self.rank, DIM, generator=torch.Generator().manual_seed(step))
         self.optimizer.zero_grad()
         for layer in self.layers:
@@ -95,8 +109,7 @@ class Trainer:
         (x.square().sum() / 21).backward()
         self.gradients.sum()
         self.optimizer.step()
-        self.session.save(step).committed.result(WAIT_S)
-        return self.state()
+        return self.session.save(step)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The state of all ranks, by name."""
@@ -152,7 +165,7 @@ def reseat(trainer: Trainer, loads: Any, rank: int, **more: Any) -> PlanReport:
 
 def restore_and_reseat(rank: int, port: int, directory: str, policy: str) -> None:
     world, group = join(rank, port, RANKS)
-    trainer = Trainer(directory, world, group, policy)
+    trainer = Trainer(directory, world, group, POLICIES[policy])
     states = {1: trainer.step(1)}
     full = trainer.copied()
     states |= {step: trainer.step(step) for step in range(2, 5)}
@@ -163,7 +176,7 @@ def restore_and_reseat(rank: int, port: int, directory: str, policy: str) -> Non
     assert (trainer.copied() < full) == partial
     trainer.session.close()
 
-    again = Trainer(directory, world, group, policy, loads=SKEWED, epoch=2)
+    again = Trainer(directory, world, group, POLICIES[policy], loads=SKEWED, epoch=2)
     assert again.session.restore() == 4
     again.check_restored(states, versions)
 
@@ -180,7 +193,7 @@ def restore_and_reseat(rank: int, port: int, directory: str, policy: str) -> Non
     assert set(versions.values()) == ({7, 8, 9} if partial else {9})
     again.session.close()
 
-    third = Trainer(directory, world, group, policy, epoch=3)
+    third = Trainer(directory, world, group, POLICIES[policy], epoch=3)
     assert third.session.restore() == 9
     third.check_restored(states, versions)
     state = third.state()
@@ -234,7 +247,7 @@ def policy_state(session: ProtectedSession) -> PartialState:
 def go_on_live(rank: int, port: int, directory: str, policy: str) -> None:
     """A process is lost after a step, and one more save was called on rank 0 than on rank 2."""
     world, group = join(rank, port, RANKS)
-    trainer = Trainer(directory, world, group, policy)
+    trainer = Trainer(directory, world, group, POLICIES[policy])
     states = {step: trainer.step(step) for step in (1, 2)}
     if rank == 0:
         trainer.session._number += 1
@@ -247,7 +260,7 @@ def go_on_live(rank: int, port: int, directory: str, policy: str) -> None:
         trainer.begin(directory, 2)
         trainer.session.follow(before)
     else:
-        trainer = Trainer(directory, world, group, policy, epoch=2)
+        trainer = Trainer(directory, world, group, POLICIES[policy], epoch=2)
     reseat(trainer, SKEWED, rank, outlived=outlived)
     verdict = StandingVerdict(
         action=StandingAction.LIVE, reason="a test", step=2, sources={NEW: (0, 0)}
@@ -266,7 +279,7 @@ def go_on_live(rank: int, port: int, directory: str, policy: str) -> None:
     versions = trainer.versions(Generation(2, 5))
     assert min(versions.values()) < 5
     trainer.session.close()
-    again = Trainer(directory, world, group, policy, epoch=3)
+    again = Trainer(directory, world, group, POLICIES[policy], epoch=3)
     assert again.session.restore() == 5
     again.check_restored(states, versions)
     assert set(map(UnitKey.parse, versions)) == set(counted)
@@ -278,3 +291,60 @@ def test_ranks_that_go_on_live_keep_their_counts_and_capture_every_expert_first(
     tmp_path: Path,
 ) -> None:
     run_ranks(go_on_live, (reserve_port(), str(tmp_path), "selective"), RANKS)
+
+
+def move_within_windows(rank: int, port: int, directory: str) -> None:
+    world, group = join(rank, port, RANKS)
+    states: dict[int, State] = {}
+    handles: dict[int, holdfast.SaveHandle] = {}
+
+    def run(trainer: Trainer, *steps: int) -> None:
+        for step in steps:
+            handles[step] = trainer.train(step)
+            trainer.session.wait_staged()
+            states[step] = trainer.state()
+
+    def move(trainer: Trainer, loads: Any) -> None:
+        before = [layer.experts.captured for layer in trainer.layers]
+        trainer.session.on_reseated(reseat(trainer, loads, rank), moved=True)
+        found = [layer.experts.captured for layer in trainer.layers]
+        assert any(every(found != before))
+
+    first = Trainer(directory, world, group, WINDOWS)
+    run(first, 1, 2, 3, 4, 5, 6)
+    assert handles[4].committed.result(WAIT_S) == 4
+    # Experts move within a window: no rank completes it, also one that captures the same experts.
+    move(first, SKEWED)
+    run(first, 7)
+    moved = "experts have changed ranks"
+    for step, why in ((5, moved), (6, moved), (7, "lacks an earlier save")):
+        error = handles[step].committed.exception(WAIT_S)
+        assert isinstance(error, SnapshotSkippedError), error
+        assert why in str(error)
+    # The next one is of their new seats, and is read into others.
+    run(first, 8, 9, 10)
+    assert handles[10].committed.result(WAIT_S) == 10
+    assert first.session.problem is None
+    first.session.close()
+    second = Trainer(directory, world, group, WINDOWS, epoch=2)
+    assert second.session.restore() == 10
+    second.check_restored({10: states[10]}, {})
+    assert second.state().keys() == states[10].keys()
+
+    # Between two windows, a move costs none.
+    run(second, 11, 12, 13, 14)
+    move(second, OTHERWISE)
+    run(second, 15, 16, 17)
+    for step in (14, 15, 16, 17):
+        handles[step].committed.result(WAIT_S)
+    assert second.session.problem is None
+    second.session.close()
+    third = Trainer(directory, world, group, WINDOWS, loads=SKEWED, epoch=3)
+    assert third.session.restore() == 17
+    third.check_restored({17: states[17]}, {})
+    third.session.close()
+    world.close()
+
+
+def test_a_window_does_not_outlive_a_move_and_is_read_into_any_seats(tmp_path: Path) -> None:
+    run_ranks(move_within_windows, (reserve_port(), str(tmp_path)), RANKS)

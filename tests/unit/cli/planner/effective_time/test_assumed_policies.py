@@ -128,7 +128,20 @@ def test_what_no_job_can_ask_for_is_marked() -> None:
     assert found[PolicyKind.ELASTIC].after_loss is AfterLoss.LIVE
     assert found[PolicyKind.STAGES].by_stage and not found[PolicyKind.STAGES].window_steps
     assert found[PolicyKind.SPARSE].by_stage and not found[PolicyKind.SPARSE_GLOBAL].by_stage
-    assert {kind for kind, model in found.items() if model.catches_up} == {PolicyKind.SPARSE_GRADS}
+    grads, fewer = found[PolicyKind.SPARSE_GRADS], found[PolicyKind.FEWER_GRADS]
+    assert {model.name for model in found.values() if model.catches_up} == {grads.name, fewer.name}
+    assert fewer.after_loss is AfterLoss.FEWER
+
+
+def test_another_world_fetches_the_gradients_of_a_window() -> None:
+    """70 GB of state a node, 10 of them weights: with four steps, 15 GB of gradients on average."""
+    costs = replace(COSTS, window_steps=4, network_bytes_s=1e9, copy_bytes_s=1e10)
+    found = models(costs)
+    grads, fewer = found[PolicyKind.SPARSE_GRADS], found[PolicyKind.FEWER_GRADS]
+    assert fewer.catch_up_s == pytest.approx(15 + 1.5)
+    assert replace(fewer, name=grads.name, after_loss=grads.after_loss, catch_up_s=0.0) == grads
+    whole = models(replace(costs, window_steps=1))[PolicyKind.FEWER_GRADS]
+    assert whole.catch_up_s == 0.0
 
 
 def test_costs_out_of_range_are_refused() -> None:

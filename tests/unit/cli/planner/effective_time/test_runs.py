@@ -131,6 +131,15 @@ def test_a_job_that_may_shrink_goes_on_and_takes_the_node_in_when_it_comes() -> 
     assert run.seconds[Activity.SMALLER] == pytest.approx(alone_s / 4)
 
 
+def test_optimizers_catch_up_before_steps_are_done_again_and_begin_anew_after_another_failure() -> (
+    None
+):
+    """A restart ends at 362 s, and catching up at 372 s; another failure comes at 367 s."""
+    late = replace(FULL, catch_up_s=10.0)
+    assert traced("355,0", late).seconds[Activity.REDOING] == pytest.approx(10 + 55)
+    assert traced("355,0\n367,0", late).seconds[Activity.REDOING] == pytest.approx(5 + 10 + 55)
+
+
 def test_a_node_that_was_about_to_join_ends_the_wait_for_enough_nodes() -> None:
     """Three of four are needed; of the two that are lost, one comes back and joins 100 s later."""
     fewer = replace(FULL, after_loss=AfterLoss.FEWER)
