@@ -174,9 +174,11 @@ def _failure(status: Object) -> Iterator[str]:
         text += f", in epoch {epoch}"
     if node := _node_of(status, failure.get("member")):
         text += f" (its member is on {node} now)"
-    lines = failure.get("lastLines")
-    text = _wrapped(text + (". It wrote last:" if lines else "."))
-    yield text + ("\n" + textwrap.indent(lines, "    ") if lines else "")
+    text = _wrapped(f"{text}.")
+    for what, name in (("The kernel wrote:", "kernelMessages"), ("It wrote last:", "lastLines")):
+        if lines := failure.get(name):
+            text += f"\n{what}\n{textwrap.indent(lines, '    ')}"
+    yield text
 
 
 def _node_of(status: Object, member: object) -> str:

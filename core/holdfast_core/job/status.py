@@ -281,6 +281,17 @@ class FailureStatus(_Part, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    kernel_messages: (
+        Annotated[
+            str,
+            Meta(
+                description="what the kernel of its node wrote about it: a lack of memory, errors "
+                "of GPUs (Xid), broken memory. Missing where the kernel's log cannot be read, as "
+                "in most pods"
+            ),
+        ]
+        | None
+    ) = None
 
 
 class CorruptionStatus(_Part, frozen=True, kw_only=True):

@@ -323,6 +323,7 @@ def _failure(failure: TrainerFailure) -> FailureStatus:
         member=failure.member,
         exit_code=failure.exit_code,
         last_lines=failure.last_lines or None,
+        kernel_messages=failure.kernel_messages or None,
     )
 
 

@@ -65,6 +65,9 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     """Whether it trains without a session, because its saves are refused or it makes none."""
     exit_reason: EndReason = EndReason.UNKNOWN
     """Why its worker failed, where that is known."""
+    kernel_messages: str = ""
+    """Lines that the kernel of its node wrote about that failure; empty where it could not be
+    asked."""
     oom_killed_in: int = 0
     """Newest epoch in which its worker was killed for lack of memory; 0 when in none."""
     times: StepTimes | None = None

@@ -127,7 +127,13 @@ class PlayedDaemon:
             raise UnreachableError("the reply is lost")
 
     def report_worker_exit(
-        self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
+        self,
+        epoch: int,
+        rank: int,
+        exit_code: int,
+        last_lines: str,
+        reason: EndReason,
+        kernel_messages: str,
     ) -> frozenset[int]:
         if self.deaf:
             raise UnreachableError("away")

@@ -60,7 +60,13 @@ class OneEpoch:
         self.address, self.key = store_address, store_key
 
     def report_worker_exit(
-        self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
+        self,
+        epoch: int,
+        rank: int,
+        exit_code: int,
+        last_lines: str,
+        reason: EndReason,
+        kernel_messages: str,
     ) -> frozenset[int]:
         raise AssertionError("no worker runs here")
 
