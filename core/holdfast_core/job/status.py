@@ -132,6 +132,9 @@ class RecoveryStatus(_Part, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    advice: (
+        Annotated[str, Meta(description="what to do about the cause, where that is known")] | None
+    ) = None
 
 
 class TokenLossStatus(_Part, frozen=True, kw_only=True):

@@ -24,7 +24,6 @@ from holdfast_core.job.status import (
     PaceStatus,
     Phase,
     ProtectionTrafficStatus,
-    RecoveryStatus,
     StragglerStatus,
     StrengthStatus,
     TokenLossStatus,
@@ -44,7 +43,7 @@ from holdfast_operator.reconciler.observe.counters import to_document
 from holdfast_operator.reconciler.observe.last_failure import LastCorruption, TrainerFailure
 from holdfast_operator.reconciler.observe.lookups import agent_at, fewest_slots, ranks_in
 from holdfast_operator.reconciler.observe.stragglers import straggler_in_words
-from holdfast_operator.reconciler.observe.timestamps import micro_timestamp, seconds_of
+from holdfast_operator.reconciler.observe.timestamps import seconds_of
 from holdfast_operator.reconciler.observe.views import (
     ClusterView,
     Condition,
@@ -136,7 +135,7 @@ def status_of(
             strength=_strength(strength(job, membership, len(state.joining))),
             members=_members(observed, membership, pods),
             joining=_joining(observed, state.joining, pods),
-            last_recoveries=tuple(_recovery(each) for each in recoveries[-RECOVERIES_SHOWN:]),
+            last_recoveries=tuple(each.status for each in recoveries[-RECOVERIES_SHOWN:]),
             stragglers=_stragglers(membership, slow),
             straggler_count=len(slow) or None,
             token_loss=None if state.losses is None else _token_loss(state.losses),
@@ -228,6 +227,7 @@ def recoveries_of(status: Object) -> list[Recovery]:
                 lost_steps=each.get("lostSteps"),
                 sources=((0, source),) if source else (),
                 replay=each.get("replay", ""),
+                advice=each.get("advice", ""),
                 advanced_at=None if seconds is None else at + seconds,
             )
         )
@@ -301,19 +301,6 @@ def _joining(
         for member, node in joining
     ]
     return tuple(members) or None
-
-
-def _recovery(recovery: Recovery) -> RecoveryStatus:
-    resumed_at = recovery.resumed_at
-    return RecoveryStatus(
-        cause=recovery.cause,
-        detected_at=micro_timestamp(recovery.decided_at),
-        restored_step=recovery.restored_step,
-        lost_steps=recovery.lost_steps,
-        seconds=None if resumed_at is None else round(resumed_at - recovery.decided_at, 3),
-        source=None if resumed_at is None else recovery.source,
-        replay=recovery.replay or None,
-    )
 
 
 def _failure(failure: TrainerFailure) -> FailureStatus:

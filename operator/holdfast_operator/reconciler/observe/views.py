@@ -449,6 +449,7 @@ class EventReason(StrEnum):
     DAEMON_BACK = "DaemonBack"
     READDRESSED = "Readdressed"
     RECOVERING = "Recovering"
+    RECOVERED = "Recovered"
     HANG_INSPECTED = "HangInspected"
     HANG_PASSED = "HangPassed"
     STRAGGLER = "Straggler"
@@ -478,6 +479,10 @@ class EventReason(StrEnum):
     NOTHING_SAVED = "NothingSaved"
     COMPLETE = "Complete"
     FAILED = "Failed"
+
+
+EVENT_BYTES_MAX = 1024
+"""Bytes of a message that Kubernetes accepts in an event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
