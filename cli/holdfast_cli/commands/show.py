@@ -142,7 +142,7 @@ def status_view(
     # Lines: figures, in words that the operator's code wrote.
     for part, style in (
         *(("tokenLoss", ""), ("experts", "")),
-        *(("pace", "dim"), ("protectionTraffic", "dim")),
+        *(("pace", "dim"), ("protectionTraffic", "dim"), ("hangDetection", "dim")),
     ):
         if part in status:
             parts.append(Text(status[part].get("text", ""), style=style))

@@ -265,6 +265,22 @@ class PaceStatus(_Part, frozen=True, kw_only=True):
     text: Annotated[str, Meta(description="all of this in words")] | None = None
 
 
+class HangDetectionStatus(_Part, frozen=True, kw_only=True):
+    """The silence of a job that trains which counts as a hang."""
+
+    quiet_seconds: (
+        Annotated[
+            float,
+            Meta(
+                description="seconds without a step, and without a process that works: the job's "
+                "hangSeconds or, without it, what was learned from its pauses"
+            ),
+        ]
+        | None
+    ) = None
+    text: Annotated[str, Meta(description="all of this in words")] | None = None
+
+
 class FailureStatus(_Part, frozen=True, kw_only=True):
     """The newest rank, or launcher, that ended with an error of its own."""
 
@@ -487,6 +503,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
     token_loss: TokenLossStatus | None = None
     experts: ExpertsStatus | None = None
     pace: PaceStatus | None = None
+    hang_detection: HangDetectionStatus | None = None
     protection_traffic: ProtectionTrafficStatus | None = None
     slots: (
         Annotated[

@@ -18,6 +18,7 @@ from holdfast_core.job.status import (
     CorruptionStatus,
     ExpertsStatus,
     FailureStatus,
+    HangDetectionStatus,
     JobCondition,
     JobStatus,
     MemberStatus,
@@ -42,6 +43,7 @@ from holdfast_operator.reconciler.membership.staying import recovery_mode
 from holdfast_operator.reconciler.observe.counters import to_document
 from holdfast_operator.reconciler.observe.last_failure import LastCorruption, TrainerFailure
 from holdfast_operator.reconciler.observe.lookups import agent_at, fewest_slots, ranks_in
+from holdfast_operator.reconciler.observe.silence import hang_limit, limit_in_words
 from holdfast_operator.reconciler.observe.stragglers import straggler_in_words
 from holdfast_operator.reconciler.observe.timestamps import seconds_of
 from holdfast_operator.reconciler.observe.views import (
@@ -141,6 +143,7 @@ def status_of(
             token_loss=None if state.losses is None else _token_loss(state.losses),
             experts=None if state.plan is None else _experts(state.plan),
             pace=_pace(measured_pace(job, observed, membership)),
+            hang_detection=_hang_detection(job, state) if phase is Phase.RUNNING else None,
             protection_traffic=None if traffic is None else _traffic(traffic),
             slots=fewest_slots(observed, membership) or None,
             counters=to_document(state, now=clocks.now, wall=clocks.wall),
@@ -258,6 +261,14 @@ def _pace(found: MeasuredPace | None) -> PaceStatus | None:
         window_steps=found.window_steps or None,
         text=found.text,
     )
+
+
+def _hang_detection(job: MoETrainingJob, state: ControlState) -> HangDetectionStatus | None:
+    """None for pods of other controllers, which end their hangs themselves."""
+    if job.spec.trainer.external:
+        return None
+    quiet_s = hang_limit(job, state).quiet_s
+    return HangDetectionStatus(quiet_seconds=quiet_s, text=limit_in_words(job, state))
 
 
 def _strength(found: Strength) -> StrengthStatus:

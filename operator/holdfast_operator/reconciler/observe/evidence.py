@@ -25,6 +25,7 @@ from holdfast_operator.reconciler.observe.lookups import (
     silent_s,
 )
 from holdfast_operator.reconciler.observe.protection import ParityGroups
+from holdfast_operator.reconciler.observe.silence import hang_limit
 from holdfast_operator.reconciler.observe.stalls import stall_of
 from holdfast_operator.reconciler.observe.stragglers import member_to_move, straggler_in_words
 from holdfast_operator.reconciler.observe.text import (
@@ -455,8 +456,9 @@ def _hang(
         return
     idle_s = min(r.idle_s for r in ranks)
     started = any(r.step > (state.started_from or 0) for r in ranks)
-    detection = job.spec.failure_policy.detection
-    if idle_s < (detection.hang_seconds if started else detection.start_limit_s):
+    if started and not hang_limit(job, state).is_passed(ranks):
+        return
+    if not started and idle_s < job.spec.failure_policy.detection.start_limit_s:
         return
     behind_step = min(r.step for r in ranks)
     behind = [r for r in ranks if r.step == behind_step]

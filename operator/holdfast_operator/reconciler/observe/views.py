@@ -20,6 +20,7 @@ from msgspec import Struct
 from holdfast_core.corruption import Divergence
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.hang_limits import StepPauses
 from holdfast_core.inspections import InspectedProcess
 from holdfast_core.job.status import ConditionStatus
 from holdfast_core.node_failures import CLEAN, FailureKind, NodeFailure, Rating, mark_of
@@ -541,6 +542,8 @@ class ControlState(Counters):
     """Newest inspection; None since training was last seen to get on."""
     straggling: StragglerWatch = field(default_factory=StragglerWatch)
     """What is known of slow ranks in this epoch. Evidence: a new control loop begins anew."""
+    pauses: StepPauses = field(default_factory=StepPauses)
+    """Pauses between steps. Evidence: a new control loop begins anew."""
     codes_awaited_since: float | None = None
     """When a rank was first seen lost whose exit code the failure rules depend on."""
     unfit: frozenset[str] = frozenset()
