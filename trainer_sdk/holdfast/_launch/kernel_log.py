@@ -13,11 +13,13 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast_core.kernel_messages import KernelMessage, messages_in
+from holdfast_core.kernel_messages import KernelMessage, KernelMessageKind, messages_in
 
 RECENT_S = 60.0
 """Age up to which a message explains a failure: a GPU that is lost is noticed with the next call to
 it."""
+HUNG_S = 900.0
+"""The same for a job that hangs, which is noticed after some minutes."""
 KEPT = 16
 """Newest messages that are kept."""
 RECORD_BYTES = 8192
@@ -51,8 +53,16 @@ class KernelLog:
 
     def recent(self) -> list[KernelMessage]:
         """The messages of the last `RECENT_S`, the newest last."""
+        return self._since(RECENT_S)
+
+    def hardware_fault(self) -> str:
+        """The newest message about a fault of hardware in the last `HUNG_S`; empty without one."""
+        faults = [m.text for m in self._since(HUNG_S) if m.kind is KernelMessageKind.HARDWARE]
+        return faults[-1] if faults else ""
+
+    def _since(self, age_s: float) -> list[KernelMessage]:
         self.look()
-        since_s = time.monotonic() - RECENT_S
+        since_s = time.monotonic() - age_s
         with self._lock:
             return [message for at_s, message in self._messages if at_s >= since_s]
 

@@ -157,7 +157,11 @@ class WorkWatch:
         self._before = usage
         if number := self._launch.report_work(worked):
             found = inspect_workers(workers, self._stacks)
-            processes = [structs.replace(found[lane], rank=first + lane) for lane in sorted(found)]
+            fault = self._kernel.hardware_fault()
+            processes = [
+                structs.replace(found[lane], rank=first + lane, hardware_fault=fault)
+                for lane in sorted(found)
+            ]
             self._launch.report_inspection(number, processes)
 
     def _has_worked(self, now: Usage, before: Usage | None, passed_s: float) -> bool:

@@ -88,7 +88,8 @@ class Cause:
     kernel_messages: str = ""
     """Lines that the kernel of its node wrote about the end of the rank."""
     hardware_fault: bool = False
-    """Whether the kernel had just reported a fault of the node's hardware when the rank ended."""
+    """Whether the kernel had reported a fault of the node's hardware before the rank ended, or held
+    up the others."""
     node_lost: bool = False
     """Whether the member's memory on its node is lost, so that the member cannot continue there."""
     presumed: bool = False
@@ -477,4 +478,11 @@ def _hang(
         named = sorted(diagnosis.culprits) if culprit else named
     member = membership.member_of(named[0])
     hung = frozenset(named).intersection(membership.ranks_of(member))
-    yield Cause(on=On.HANG, text=text, member=member, ranks=hung, culprit=culprit)
+    yield Cause(
+        on=On.HANG,
+        text=text,
+        member=member,
+        ranks=hung,
+        culprit=culprit,
+        hardware_fault=culprit and diagnosis is not None and diagnosis.hardware_fault,
+    )

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from virtual_world import World, make_job, running
 
+from holdfast_core.inspections import InspectedProcess
+
 XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus"
 ANY = [{"when": "Any", "action": "RestartInPlace"}]
 
@@ -63,3 +65,19 @@ def test_without_another_node_it_restarts_where_it_is_and_that_counts() -> None:
     assert world.phase() == "Failed" and world.state.recoveries == 2
     assert "are as many as failurePolicy.maxRestarts" in world.state.outcome_reason
     assert XID in world.state.outcome_reason
+
+
+def test_a_hang_behind_a_fault_of_hardware_counts_as_that_against_its_node() -> None:
+    rules = [{"when": "Any", "action": "RestartInPlace"}]
+    world = running(make_job(nproc=2, spares=1, rules=rules, detection={"hangSeconds": 30}))
+    world.train(10)
+    world.settle(1.0)
+    world.processes = {
+        rank: InspectedProcess(rank=rank, state="R", hardware_fault=XID if rank in (4, 5) else "")
+        for rank in range(8)
+    }
+    world.idle_s = 31.0
+    world.settle(10.0)
+    assert kinds(world) == {"n2": ["HardwareFault"]}
+    assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+    assert f"ranks 4, 5 are on a node whose kernel wrote: {XID}" in world.messages("Recovering")[0]

@@ -38,6 +38,20 @@ def test_old_messages_explain_nothing_and_few_are_kept(
     assert log.recent() == []
 
 
+def test_a_fault_of_hardware_explains_a_hang_that_is_noticed_minutes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "kmsg"
+    file.touch()
+    log = KernelLog(file)
+    assert log.hardware_fault() == ""
+    with file.open("a") as written:
+        written.writelines(XID.format(n, xid) for n, xid in enumerate((48, 79, 45)))
+    assert ": 79," in log.hardware_fault()  # 45 is no fault of hardware
+    monkeypatch.setattr(kernel_log, "HUNG_S", 0.0)
+    assert log.hardware_fault() == ""
+
+
 @pytest.mark.parametrize("name", ["missing", "."])
 def test_where_the_log_cannot_be_read_nothing_is_known(tmp_path: Path, name: str) -> None:
     log = KernelLog(tmp_path / name)
