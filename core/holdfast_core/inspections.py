@@ -60,9 +60,9 @@ class InspectedProcess(Struct, frozen=True, kw_only=True, gc=False):
     def in_words(self) -> str:
         """All of this in one line, for logs and histories."""
         stack = " < ".join(f"{f.function} ({f.file}:{f.line})" for f in self.frames)
-        parts = (f"state {self.state or '?'}", self.kernel, self.call, self.helper, self.no_stack)
-        parts = (*parts, self.hardware_fault)
-        return "; ".join(filter(None, (*parts, stack)))
+        parts = (f"state {self.state or '?'}", self.kernel, self.call, self.helper)
+        why = (self.no_stack, self.hardware_fault)
+        return "; ".join(filter(None, (*parts, *why, stack)))
 
 
 def bounded_process(process: InspectedProcess, frames_max: int = FRAMES_MAX) -> InspectedProcess:
