@@ -111,6 +111,7 @@ def _panels() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _lines(url: str, target: dict[str, str], span: Span) -> Iterator[Line]:
     expression = target["expr"].replace("$__rate_interval", f"{span.rate_interval_s:g}s")
+    expression = expression.replace("$__range", f"{span.end - span.start:.0f}s")
     query = {
         "query": re.sub(r"\$\w+", ".*", expression),
         **{"start": f"{span.start}", "end": f"{span.end}", "step": f"{span.step_s}"},

@@ -174,6 +174,13 @@ TITLES: dict[str, str] = {
 }
 """Titles of panels that show something else than the metric of one process."""
 
+TABLES: dict[str, str] = {
+    "holdfast_operator_recoveries_total": "Recoveries by cause, in the chosen time",
+    "holdfast_operator_recoveries_finished_total": "Sources of recovered state, in the chosen time",
+    "holdfast_operator_node_failures_total": "Failures of nodes by kind, in the chosen time",
+}
+"""Titles of the panels of rare events: their numbers in the chosen time, not their rates."""
+
 COLUMNS = 3
 WIDTH, HEIGHT = 24 // COLUMNS, 8
 
@@ -250,6 +257,8 @@ def _panels(known: dict[str, Definition]) -> Iterator[Json]:
 
 
 def _panel(definition: Definition, number: int, place: Json) -> Json:
+    if definition.exposed_name in TABLES:
+        return _table(definition, number, place)
     return {
         "id": number,
         "type": "timeseries",
@@ -262,6 +271,33 @@ def _panel(definition: Definition, number: int, place: Json) -> Json:
         "targets": [
             {"refId": chr(ord("A") + index), "expr": expression, "legendFormat": legend}
             for index, (expression, legend) in enumerate(_queries(definition))
+        ],
+    }
+
+
+def _table(definition: Definition, number: int, place: Json) -> Json:
+    """A table with a row for each value of the labels that has occurred."""
+    name, by = definition.exposed_name, ", ".join(definition.labels)
+    count = f"sum by ({by}) (increase({name}[$__range])) > 0"
+    hidden = {"id": "organize", "options": {"excludeByName": {"Time": True}}}
+    return {
+        "id": number,
+        "type": "table",
+        "title": TABLES[name],
+        "description": f"`{name}`",
+        "datasource": _DATASOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": "short", "decimals": 0}, "overrides": []},
+        "options": {"sortBy": [{"displayName": "Value", "desc": True}]},
+        "transformations": [hidden],
+        "targets": [
+            {
+                "refId": "A",
+                "expr": count,
+                "format": "table",
+                "instant": True,
+                "legendFormat": " ".join(f"{{{{{label}}}}}" for label in definition.labels),
+            }
         ],
     }
 

@@ -52,13 +52,17 @@ class InspectedProcess(Struct, frozen=True, kw_only=True, gc=False):
     """Stack of the main thread, the innermost call first."""
     no_stack: str = ""
     """Why `frames` is empty."""
+    hardware_fault: str = ""
+    """What the kernel wrote lately about a fault of its node's hardware; empty if it wrote nothing,
+    or could not be asked."""
 
     @property
     def in_words(self) -> str:
         """All of this in one line, for logs and histories."""
         stack = " < ".join(f"{f.function} ({f.file}:{f.line})" for f in self.frames)
-        parts = (f"state {self.state or '?'}", self.kernel, self.call, self.helper, self.no_stack)
-        return "; ".join(filter(None, (*parts, stack)))
+        parts = (f"state {self.state or '?'}", self.kernel, self.call, self.helper)
+        why = (self.no_stack, self.hardware_fault)
+        return "; ".join(filter(None, (*parts, *why, stack)))
 
 
 def bounded_process(process: InspectedProcess, frames_max: int = FRAMES_MAX) -> InspectedProcess:
@@ -78,4 +82,5 @@ def bounded_process(process: InspectedProcess, frames_max: int = FRAMES_MAX) -> 
             for frame in process.frames[:frames_max]
         ),
         no_stack=printable(process.no_stack[:NAME_CHARACTERS_MAX]),
+        hardware_fault=printable(process.hardware_fault[:FILE_CHARACTERS_MAX]),
     )

@@ -87,6 +87,15 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
+def within_bytes(text: str, bytes_max: int) -> str:
+    """The beginning of `text` that takes at most `bytes_max` bytes of UTF-8, with `…` for what is
+    left out."""
+    data = text.encode(errors="replace")
+    if len(data) <= bytes_max:
+        return data.decode()
+    return data[: bytes_max - len("…".encode())].decode(errors="ignore") + "…"
+
+
 def _as_shown(text: str) -> str:
     """Printable `text` without terminal control sequences; of an overwritten line, what it showed
     last."""

@@ -67,6 +67,8 @@ class FailureKind(StrEnum):
     """A rank or an agent ended before training ran."""
     FAILED_CHECK = "FailedCheck"
     """A check of the node failed, before an agent took part."""
+    HARDWARE_FAULT = "HardwareFault"
+    """A rank failed after the kernel had reported a fault of the node's hardware."""
     STRAGGLING = "Straggling"
     """A rank on the node was slow, step after step, and all others waited for it."""
     CORRUPTION = "Corruption"
@@ -79,6 +81,7 @@ WEIGHTS: Mapping[FailureKind, float] = {
     FailureKind.HANG: 1.0,
     FailureKind.FAILED_START: 1.0,
     FailureKind.FAILED_CHECK: 2.0,
+    FailureKind.HARDWARE_FAULT: 2.0,
     FailureKind.STRAGGLING: 0.5,
     FailureKind.CORRUPTION: 2.0,
 }
@@ -90,6 +93,7 @@ IN_WORDS: Mapping[FailureKind, str] = {
     FailureKind.HANG: "hang",
     FailureKind.FAILED_START: "failed start",
     FailureKind.FAILED_CHECK: "failed check",
+    FailureKind.HARDWARE_FAULT: "hardware fault",
     FailureKind.STRAGGLING: "slow rank",
     FailureKind.CORRUPTION: "wrong bytes",
 }

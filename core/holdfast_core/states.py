@@ -57,12 +57,15 @@ class RestoreSource(StrEnum):
 
 
 class EndReason(StrEnum):
-    """Why a worker failed, in the words that Kubernetes has for the end of a container."""
+    """Why a worker failed, in the words that Kubernetes has for the end of a container, where it
+    has one."""
 
     UNKNOWN = ""
     """The exit code has to do, or a reason that this version does not define."""
     OOM_KILLED = "OOMKilled"
     """The kernel killed it, or a process below it, for lack of memory."""
+    HARDWARE_FAULT = "HardwareFault"
+    """The kernel had just reported that a device or the memory of its node is at fault."""
 
     @classmethod
     def of(cls, name: str) -> EndReason:

@@ -24,6 +24,7 @@ def processes_to_proto(
                 for f in each.frames[:frames_max]
             ],
             no_stack=each.no_stack,
+            hardware_fault=each.hardware_fault,
         )
         for each in processes
     ]
@@ -46,6 +47,7 @@ def processes_from_proto(
                     for frame in each.frames[:frames_max]
                 ),
                 no_stack=each.no_stack,
+                hardware_fault=each.hardware_fault,
             ),
             frames_max,
         )

@@ -946,6 +946,7 @@ class WorkerExitedRequest(_message.Message):
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     LAST_LINES_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    KERNEL_MESSAGES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     rank: _builtins.int
@@ -954,7 +955,9 @@ class WorkerExitedRequest(_message.Message):
     last_lines: _builtins.str
     """last lines that it wrote to stderr, for people; without secrets"""
     reason: _builtins.str
-    """why, if known, as Kubernetes names a container's end: OOMKilled"""
+    """why, if known: OOMKilled (as in Kubernetes) or HardwareFault"""
+    kernel_messages: _builtins.str
+    """what the kernel wrote about it, for people, in lines"""
     def __init__(
         self,
         *,
@@ -964,10 +967,11 @@ class WorkerExitedRequest(_message.Message):
         exit_code: _builtins.int = ...,
         last_lines: _builtins.str = ...,
         reason: _builtins.str = ...,
+        kernel_messages: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exit_code", b"exit_code", "job", b"job", "last_lines", b"last_lines", "rank", b"rank", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exit_code", b"exit_code", "job", b"job", "kernel_messages", b"kernel_messages", "last_lines", b"last_lines", "rank", b"rank", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

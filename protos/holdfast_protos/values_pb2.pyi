@@ -750,6 +750,7 @@ class InspectedProcess(_message.Message):
     HELPER_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
     NO_STACK_FIELD_NUMBER: _builtins.int
+    HARDWARE_FAULT_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     state: _builtins.str
     """as in /proc/PID/stat; empty: not readable"""
@@ -761,6 +762,8 @@ class InspectedProcess(_message.Message):
     """a child process that is stopped or waits for a file; empty: none"""
     no_stack: _builtins.str
     """why there are no frames"""
+    hardware_fault: _builtins.str
+    """what the kernel wrote about its node before; empty: nothing known"""
     @_builtins.property
     def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___StackFrame]:
         """of the main thread, the innermost call first"""
@@ -775,10 +778,11 @@ class InspectedProcess(_message.Message):
         helper: _builtins.str = ...,
         frames: _abc.Iterable[Global___StackFrame] | None = ...,
         no_stack: _builtins.str = ...,
+        hardware_fault: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "frames", b"frames", "helper", b"helper", "kernel", b"kernel", "no_stack", b"no_stack", "rank", b"rank", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "frames", b"frames", "hardware_fault", b"hardware_fault", "helper", b"helper", "kernel", b"kernel", "no_stack", b"no_stack", "rank", b"rank", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,6 +48,8 @@ def test_a_lost_rank_is_restarted_and_a_silent_node_replaced(world: World) -> No
     status = world.runs_in("losses", 2)
     assert (status["restarts"], status["recoveries"]) == (1, 1)
     world.wait_event("losses", "Recovering", "rank 2 lost; restart in place in epoch 2")
+    world.wait_event("losses", "Recovered", "All ranks were at work again after")
+    world.wait_event("losses", "Recovered", f"or its log on {held_up}).")
 
     lost = status["members"][0]["node"]
     world.daemons.daemons[lost].silent = True

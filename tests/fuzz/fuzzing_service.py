@@ -152,9 +152,15 @@ class _Host:
         return self.engine.follows(rank, pid, size)
 
     def worker_exited(
-        self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
+        self,
+        epoch: int,
+        rank: int,
+        exit_code: int,
+        last_lines: str,
+        reason: EndReason,
+        kernel: str,
     ) -> None:
-        self.engine.worker_exited(epoch, rank, exit_code, last_lines, reason)
+        self.engine.worker_exited(epoch, rank, exit_code, last_lines, reason, kernel)
 
 
 def request(data: bytes) -> None:

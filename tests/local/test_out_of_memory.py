@@ -46,7 +46,9 @@ async def run():
         status = cluster.status
     events = [[each.reason, each.message] for each in status.local.events]
     causes = [each.cause for each in status.local.recoveries]
-    (folder / "end.json").write_text(json.dumps([outcome, status.local.reason, events, causes]))
+    kernel = status.last_failure.kernel_messages or ""
+    end = [outcome, status.local.reason, events, causes, kernel]
+    (folder / "end.json").write_text(json.dumps(end))
 
 asyncio.run(run())
 """
@@ -87,10 +89,21 @@ def test_memory_that_is_short_at_one_step_fails_the_job_after_three_kills_with_a
     (tmp_path / "job.json").write_text(json.dumps(job))
     enter = f"echo $$ > {group}/cgroup.procs && exec {sys.executable} {tmp_path}/run.py {tmp_path} "
     subprocess.run(["sh", "-c", f"{enter} {WAIT_S}"], check=True, timeout=WAIT_S + 60)
-    outcome, reason, events, causes = json.loads((tmp_path / "end.json").read_text())
+    outcome, reason, events, causes, kernel = json.loads((tmp_path / "end.json").read_text())
     assert outcome == "Failed"
     killed = "rank 0 was killed for lack of memory (OOMKilled, code 137)"
     assert reason.startswith(f"{killed} after step 6, 3 times at the same step; raise resources")
     assert [name for name, _ in events].count("OutOfMemory") == 2
     # A third begins where the broken connection was seen before the last kill was known.
     assert len(causes) in (2, 3) and all(killed in cause for cause in causes[:2])
+    if _log_is_readable():
+        assert "out of memory: Killed process" in kernel
+
+
+def _log_is_readable() -> bool:
+    """Whether this kernel lets this process read its log."""
+    try:
+        os.close(os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True

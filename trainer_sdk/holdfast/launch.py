@@ -44,6 +44,7 @@ from holdfast._environment import (
 )
 from holdfast._launch.agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
 from holdfast._launch.forking import start_fork_server
+from holdfast._launch.kernel_log import KernelLog
 from holdfast._launch.memory_kills import MemoryKills
 from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous
 from holdfast._launch.script import do_nothing, run_script
@@ -227,9 +228,9 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
         if stderr is None
         else StderrLogs(stderr, forked=script is not None)
     )
-    # Watch whether workers work, and whether the kernel kills one for its memory.
-    kills = MemoryKills()
-    watch = WorkWatch(rendezvous, settings.nproc, kills, read_stack_directory())
+    # Watch whether workers work, and what the kernel has to say about their ends.
+    kills, kernel = MemoryKills(), KernelLog()
+    watch = WorkWatch(rendezvous, settings.nproc, kills, kernel, read_stack_directory())
     watch.start()
     # Start an agent for each epoch. The exceptions below end the launcher, each with its code.
     try:
@@ -243,6 +244,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
                 stderr,
                 partial(_record_waiting, settings.wait_file),
                 kills.any_recent,
+                kernel.recent,
             )
             try:
                 result = agent.run()

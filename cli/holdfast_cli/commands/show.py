@@ -131,7 +131,7 @@ def status_view(
         parts.append(Text(text, style="yellow"))
     failure = status.get("lastFailure") or {}
     if failure and phase != Phase.COMPLETE:
-        parts.append(_failure(failure.get("text", ""), failure.get("lastLines", "")))
+        parts.append(_failure(failure))
     if local is not None and (local.line or local.line_reason):
         line = local.line or "the beginning"
         parts.append(Text(f"started from {line}: {local.line_reason}", style="dim"))
@@ -142,7 +142,7 @@ def status_view(
     # Lines: figures, in words that the operator's code wrote.
     for part, style in (
         *(("tokenLoss", ""), ("experts", "")),
-        *(("pace", "dim"), ("protectionTraffic", "dim")),
+        *(("pace", "dim"), ("protectionTraffic", "dim"), ("hangDetection", "dim")),
     ):
         if part in status:
             parts.append(Text(status[part].get("text", ""), style=style))
@@ -174,10 +174,14 @@ def _head(name: str, status: Object, local: LocalStatus | None) -> Text:
     )
 
 
-def _failure(text: str, last_lines: str) -> Text:
-    """The newest failure of a trainer, with the last lines that it wrote."""
-    lines = f", and wrote last:\n{last_lines}".replace("\n", "\n    ") if last_lines else ""
-    return Text(f"last failure: {text}{lines}", style="yellow")
+def _failure(failure: Object) -> Text:
+    """The newest failure of a trainer, with the lines of the kernel, and the last ones of its
+    own."""
+    text = f"last failure: {failure.get('text', '')}"
+    for what, name in (("the kernel wrote", "kernelMessages"), ("it wrote last", "lastLines")):
+        if lines := failure.get(name):
+            text += f"; {what}:\n{lines}".replace("\n", "\n    ")
+    return Text(text, style="yellow")
 
 
 def _members(status: Object, local: LocalStatus | None) -> Table:

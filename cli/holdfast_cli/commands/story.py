@@ -13,9 +13,9 @@ from datetime import datetime
 from typing import Any
 
 from holdfast_cli.local.status import TimedEvent
-from holdfast_core.job.status import Phase
+from holdfast_core.job.recovery_story import recovery_in_words
+from holdfast_core.job.status import Phase, RecoveryStatus
 from holdfast_core.quantities import format_count
-from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.observe.timestamps import seconds_of
 from holdfast_operator.reconciler.observe.views import ConditionType, EventReason
 
@@ -39,13 +39,6 @@ _STATES = {
     Phase.STARTING: "is starting",
     Phase.WAITING: "is waiting",
     Phase.SUSPENDED: "is suspended",
-}
-_SOURCES = {
-    RestoreSource.LIVE: "in the state that the surviving processes had; nothing was restored",
-    RestoreSource.LOCAL: "restored from memory of the same nodes",
-    RestoreSource.PARITY: "rebuilt from other nodes, by parity or replicas",
-    RestoreSource.STORAGE: "loaded from durable storage",
-    RestoreSource.NONE: "from the beginning, because nothing was protected yet",
 }
 _GOOD = (
     ConditionType.SCHEDULED,
@@ -125,24 +118,11 @@ def _course(status: Object, events: Sequence[TimedEvent]) -> Iterator[str]:
 
 
 def _recovery(recovery: Object) -> str:
-    """One recovery: its cause, how training continued, and what was lost."""
-    text = f"{recovery.get('cause') or 'something was lost'}."
-    seconds = recovery.get("seconds")
-    if seconds is None:
-        return f"{text} The ranks are not all at work again yet."
-    text += f" All ranks were at work again after {seconds:.1f} s"
-    if (step := recovery.get("restoredStep")) is not None:
-        text += f", after step {step}"
-    source = RestoreSource.of(recovery.get("source") or "")
-    text += f" ({_SOURCES[source]})." if source in _SOURCES else "."
-    if (lost := recovery.get("lostSteps")) is not None:
-        text += (
-            f" {format_count(lost, 'step')} had to be trained again."
-            if lost
-            else " No step was lost."
-        )
-    replay = recovery.get("replay")
-    return f"{text} {replay[:1].upper()}{replay[1:]}." if replay else text
+    """One recovery, as its event tells it."""
+    kind = RecoveryStatus
+    names = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
+    fields: Object = {name: recovery.get(written) for name, written in names}
+    return recovery_in_words(kind(**{**fields, "cause": fields["cause"] or ""}))
 
 
 def _cost(status: Object) -> Iterator[str]:
@@ -174,9 +154,11 @@ def _failure(status: Object) -> Iterator[str]:
         text += f", in epoch {epoch}"
     if node := _node_of(status, failure.get("member")):
         text += f" (its member is on {node} now)"
-    lines = failure.get("lastLines")
-    text = _wrapped(text + (". It wrote last:" if lines else "."))
-    yield text + ("\n" + textwrap.indent(lines, "    ") if lines else "")
+    text = _wrapped(f"{text}.")
+    for what, name in (("The kernel wrote:", "kernelMessages"), ("It wrote last:", "lastLines")):
+        if lines := failure.get(name):
+            text += f"\n{what}\n{textwrap.indent(lines, '    ')}"
+    yield text
 
 
 def _node_of(status: Object, member: object) -> str:

@@ -112,7 +112,9 @@ class ControlLoop:
         self._node_record.note(
             (each.node, each.failure(self._job.key, wall)) for each in decision.blamed
         )
-        self._recoveries.follow(observed, decision, wall)
+        story = self._recoveries.follow(observed, decision, wall)
+        if story is not None:
+            self._journal.post(story.reason, story.message, story.warning)
         self._report(observed, decision, forced=forced)
         for action in decision.actions:
             self._carry_out(action)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
+from holdfast_core.hang_limits import HANGING_S
 from holdfast_core.job.documents import YEAR_S, Document
 
 STARTING_S = 600.0
@@ -68,18 +69,23 @@ class Detection(Document, frozen=True, kw_only=True):
             examples=[5],
         ),
     ] = 5
-    hang_seconds: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=YEAR_S,
-            description="seconds without progress after which the job counts as hung",
-            examples=[600],
-            extra={
-                "more": "Must be longer than the longest step; for the first, see startSeconds."
-            },
-        ),
-    ] = 600.0
+    hang_seconds: (
+        Annotated[
+            float,
+            Meta(
+                gt=0,
+                le=YEAR_S,
+                description="seconds without progress after which the job counts as hung",
+                examples=[600],
+                extra={
+                    "more": "Must be longer than the longest step; for the first, see "
+                    "startSeconds. Without it, 600, or less while no process works: then the job's "
+                    "own pauses between steps decide, and `.status.hangDetection` has the limit."
+                },
+            ),
+        ]
+        | None
+    ) = None
     start_seconds: (
         Annotated[
             float,
@@ -121,11 +127,16 @@ class Detection(Document, frozen=True, kw_only=True):
     ] = 0.0
 
     @property
+    def hang_limit_s(self) -> float:
+        """Seconds without a step after which a job that trains hangs, whatever its processes do."""
+        return HANGING_S if self.hang_seconds is None else self.hang_seconds
+
+    @property
     def start_limit_s(self) -> float:
         """Seconds without any sign of a start after which it counts as a hang."""
         if self.start_seconds is not None:
             return self.start_seconds
-        return max(self.hang_seconds, STARTING_S)
+        return max(self.hang_limit_s, STARTING_S)
 
 
 class FailureRule(Document, frozen=True, kw_only=True):

@@ -130,6 +130,9 @@ class RecoveryStatus(_Part, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    advice: (
+        Annotated[str, Meta(description="what to do about the cause, where that is known")] | None
+    ) = None
 
 
 class TokenLossStatus(_Part, frozen=True, kw_only=True):
@@ -260,6 +263,22 @@ class PaceStatus(_Part, frozen=True, kw_only=True):
     text: Annotated[str, Meta(description="all of this in words")] | None = None
 
 
+class HangDetectionStatus(_Part, frozen=True, kw_only=True):
+    """The silence of a job that trains which counts as a hang."""
+
+    quiet_seconds: (
+        Annotated[
+            float,
+            Meta(
+                description="seconds without a step, and without a process that works: the job's "
+                "hangSeconds or, without it, what was learned from its pauses"
+            ),
+        ]
+        | None
+    ) = None
+    text: Annotated[str, Meta(description="all of this in words")] | None = None
+
+
 class FailureStatus(_Part, frozen=True, kw_only=True):
     """The newest rank, or launcher, that ended with an error of its own."""
 
@@ -275,6 +294,17 @@ class FailureStatus(_Part, frozen=True, kw_only=True):
             Meta(
                 description="the last lines that it wrote, without anything that "
                 "looks like a secret"
+            ),
+        ]
+        | None
+    ) = None
+    kernel_messages: (
+        Annotated[
+            str,
+            Meta(
+                description="what the kernel of its node wrote about it: a lack of memory, errors "
+                "of GPUs (Xid), broken memory. Missing where the kernel's log cannot be read, as "
+                "in most pods"
             ),
         ]
         | None
@@ -471,6 +501,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
     token_loss: TokenLossStatus | None = None
     experts: ExpertsStatus | None = None
     pace: PaceStatus | None = None
+    hang_detection: HangDetectionStatus | None = None
     protection_traffic: ProtectionTrafficStatus | None = None
     slots: (
         Annotated[

@@ -665,14 +665,17 @@ class JobEngine:
         exit_code: int,
         last_lines: str = "",
         reason: EndReason = EndReason.UNKNOWN,
+        kernel_messages: str = "",
     ) -> None:
-        """Record that a worker of `epoch` failed, the end of its stderr, and the reason. Failures
-        in an ended epoch are ignored, since workers are killed then, unless memory was short.
+        """Record that a worker of `epoch` failed, the end of its stderr, the reason, and what the
+        kernel wrote about it. Failures in an ended epoch are ignored, since workers are killed
+        then, unless memory was short.
         Raises as `rank_in_world` does."""
         if epoch == self.memory.epoch:
             record = self.memory.rank(self.rank_in_world(world_rank))
             record.exited, record.last_lines = (epoch, exit_code), last_lines
-            record.exit_reason, record.unprotected_in = reason, 0
+            record.exit_reason, record.kernel_messages = reason, kernel_messages
+            record.unprotected_in = 0
         if reason is EndReason.OOM_KILLED and epoch <= self.memory.epoch:
             record = self.memory.rank(self.rank_of_lane(world_rank))
             record.oom_killed_in = max(record.oom_killed_in, epoch)

@@ -48,6 +48,8 @@ class RankOverview:
     """End of what that worker wrote to stderr."""
     exit_reason: EndReason
     """Why that worker failed, where that is known."""
+    kernel_messages: str
+    """Lines that the kernel wrote about that failure."""
     oom_killed_in: int
     """Newest epoch in which its worker was killed for lack of memory; 0 when in none."""
     worked_at: float | None
@@ -396,6 +398,7 @@ def _rank(memory: JobMemory, rank: int, committed: set[Generation]) -> RankOverv
         exit_code=exit_code(memory, record),
         last_lines=last_lines(memory, record),
         exit_reason=record.exit_reason if exit_code(memory, record) else EndReason.UNKNOWN,
+        kernel_messages=record.kernel_messages if exit_code(memory, record) else "",
         oom_killed_in=record.oom_killed_in,
         worked_at=record.worked[1] if record.worked[0] == memory.epoch != 0 else None,
         unprotected=is_unprotected(memory, record),

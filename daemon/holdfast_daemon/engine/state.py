@@ -107,6 +107,8 @@ class RankRecord:
     """Last lines that the failed worker wrote to stderr, for operators."""
     exit_reason: EndReason = EndReason.UNKNOWN
     """Why that worker failed, where its agent knew it."""
+    kernel_messages: str = ""
+    """Lines that the kernel wrote about that failure, for operators."""
     oom_killed_in: int = 0
     """Newest epoch in which the kernel killed it for lack of memory. The agent's report may come
     when the next epoch has begun."""

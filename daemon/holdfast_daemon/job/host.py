@@ -186,6 +186,7 @@ class JobHost:
         exit_code: int,
         written: str,
         reason: EndReason = EndReason.UNKNOWN,
+        kernel: str = "",
     ) -> None:
         """Note that a worker failed, and report it to the control loop.
 
@@ -193,7 +194,9 @@ class JobHost:
             InvalidJobError: the rank is not on this node.
         """
         # Agents cut the text and take secrets out before they send it; not all clients do.
-        self.engine.worker_exited(epoch, world_rank, exit_code, last_lines(written), reason)
+        self.engine.worker_exited(
+            epoch, world_rank, exit_code, last_lines(written), reason, last_lines(kernel)
+        )
         self.carry_out([])
 
     def drop(self) -> None:

@@ -115,6 +115,7 @@ def _rank(rank: RankOverview, now: float) -> control_pb2.RankState:
         since_work_s=None if rank.worked_at is None else max(0.0, now - rank.worked_at),
         unprotected=rank.unprotected,
         exit_reason=rank.exit_reason,
+        kernel_messages=rank.kernel_messages,
         oom_killed_in=rank.oom_killed_in,
         times=None if rank.times is None else times_to_proto(rank.times),
         divergence=(

@@ -473,6 +473,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             request.exit_code,
             request.last_lines,
             EndReason.of(request.reason),
+            request.kernel_messages,
         )
         return trainer_pb2.WorkerExitedReply(following_lanes=host.engine.following_lanes)
 

@@ -135,6 +135,7 @@ def _rank_view(state: control_pb2.RankState) -> RankView:
         since_work_s=state.since_work_s if state.HasField("since_work_s") else None,
         unprotected=state.unprotected,
         exit_reason=EndReason.of(state.exit_reason),
+        kernel_messages=last_lines(state.kernel_messages),
         oom_killed_in=state.oom_killed_in,
         times=times_from_proto(state.times) if state.HasField("times") else None,
         divergence=_divergence(state),

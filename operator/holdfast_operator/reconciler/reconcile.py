@@ -95,6 +95,7 @@ from holdfast_operator.reconciler.observe.lookups import (
 )
 from holdfast_operator.reconciler.observe.remembered import awaited_in_words, unheard_homes
 from holdfast_operator.reconciler.observe.shape import Shape
+from holdfast_operator.reconciler.observe.silence import with_pauses
 from holdfast_operator.reconciler.observe.stalls import NOTICE_SHARE, signs_of, stall_of
 from holdfast_operator.reconciler.observe.text import listed, ranks_in_words
 from holdfast_operator.reconciler.observe.views import (
@@ -317,6 +318,13 @@ def _note_silence(
     return result
 
 
+def _note_pauses(
+    observation: Observation, state: ControlState, membership: Membership
+) -> RuleResult:
+    """Learn after what silence the job hangs."""
+    return RuleResult(with_pauses(observation.cluster, membership, state, observation.now))
+
+
 def _note_progress(
     observation: Observation, state: ControlState, membership: Membership
 ) -> RuleResult:
@@ -504,6 +512,7 @@ _RULES = (
     _note_silence,
     _note_progress,
     note_first_step,
+    _note_pauses,
     note_copies,
     note_losses,
     note_plan,

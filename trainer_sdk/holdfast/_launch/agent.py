@@ -20,7 +20,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,11 +37,13 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from holdfast._daemon.sealed_store import SealedStore
+from holdfast._launch.kernel_log import SHOWN
 from holdfast._launch.rendezvous import HoldfastRendezvous, JoinedWorld
 from holdfast._launch.stderr import WorkerStderr
 from holdfast._launch.workers import NodeWorkers
 from holdfast_core.errors import UnreachableError
 from holdfast_core.exit_codes import HOLDFAST_DECIDED
+from holdfast_core.kernel_messages import KernelMessage, explaining
 from holdfast_core.states import EndReason
 
 log = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ class HoldfastAgent(LocalElasticAgent):
         record_waiting: called with the reason while workers cannot start, and with "" once they do.
         memory_was_short: returns whether the kernel has just killed a process here for lack of
             memory.
+        kernel_messages: returns what the kernel has just written about ends of processes.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class HoldfastAgent(LocalElasticAgent):
         stderr: WorkerStderr | None = None,
         record_waiting: Callable[[str], None] = lambda why: None,
         memory_was_short: Callable[[], bool] = lambda: False,
+        kernel_messages: Callable[[], Sequence[KernelMessage]] = lambda: (),
     ) -> None:
         super().__init__(
             spec, logs_specs, start_method=start_method, exit_barrier_timeout=EXIT_WAIT_S
@@ -105,6 +109,7 @@ class HoldfastAgent(LocalElasticAgent):
         self._membership = rendezvous
         self._grace_s, self._stderr = grace_s, stderr
         self._record_waiting, self._memory_was_short = record_waiting, memory_was_short
+        self._kernel_messages = kernel_messages
         assert spec.entrypoint is not None
         self._workers = NodeWorkers(spec.role, spec.entrypoint, tuple(spec.args), start_method)
         self._pcontext = self._workers  # type: ignore[assignment]  # has what torchrun calls of it
@@ -288,15 +293,18 @@ class HoldfastAgent(LocalElasticAgent):
     def _report(
         self, world: JoinedWorld, lane: int, failure: ProcessFailure
     ) -> frozenset[int] | None:
-        """Report a worker that failed in `world`, with the reason if the kernel killed it for lack
-        of memory. Returns as `HoldfastRendezvous.report_worker_exit` does."""
+        """Report a worker that failed in `world`, with the reason if the kernel knows it. Returns
+        as `HoldfastRendezvous.report_worker_exit` does."""
         rank = world.node_rank * self._worker_group.spec.local_world_size + lane
         lines = "" if self._stderr is None else self._stderr.last_lines(lane)
         ours = self._workers.was_killed(failure.pid) or failure.exitcode in HOLDFAST_DECIDED
-        short = not ours and self._memory_was_short()
-        reason = EndReason.OOM_KILLED if short else EndReason.UNKNOWN
-        code = failure.exitcode
-        return self._membership.report_worker_exit(world.epoch, rank, code, lines, reason)
+        reason, messages = EndReason.UNKNOWN, list[str]()
+        if not ours:
+            reason, messages = explaining(
+                self._kernel_messages(), failure.pid, self._memory_was_short()
+            )
+        code, kernel = failure.exitcode, "\n".join(messages[-SHOWN:])
+        return self._membership.report_worker_exit(world.epoch, rank, code, lines, reason, kernel)
 
     def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
         self.kill_workers()

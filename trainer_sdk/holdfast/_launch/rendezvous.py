@@ -135,7 +135,13 @@ class Daemon(Protocol):
         job's ranks."""
 
     def report_worker_exit(
-        self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
+        self,
+        epoch: int,
+        rank: int,
+        exit_code: int,
+        last_lines: str,
+        reason: EndReason,
+        kernel_messages: str,
     ) -> frozenset[int]:
         """Report to the control loop that a worker failed; code 128 + n means signal n.
 
@@ -201,7 +207,13 @@ class GrpcDaemon:
         self._calls.ask(self._calls.stub.PublishStore, request)
 
     def report_worker_exit(
-        self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
+        self,
+        epoch: int,
+        rank: int,
+        exit_code: int,
+        last_lines: str,
+        reason: EndReason,
+        kernel_messages: str,
     ) -> frozenset[int]:
         request = trainer_pb2.WorkerExitedRequest(
             job=self._job,
@@ -210,6 +222,7 @@ class GrpcDaemon:
             exit_code=exit_code,
             last_lines=last_lines,
             reason=reason,
+            kernel_messages=kernel_messages,
         )
         reply = self._calls.ask(self._calls.stub.WorkerExited, request)
         return frozenset(reply.following_lanes)
@@ -347,19 +360,22 @@ class HoldfastRendezvous(RendezvousHandler):
         exit_code: int,
         last_lines: str,
         reason: EndReason = EndReason.UNKNOWN,
+        kernel_messages: str = "",
     ) -> frozenset[int] | None:
-        """Report to the control loop that a worker failed in `epoch`, with its last lines. Failure
-        rules use the exit code, and people read the lines.
+        """Report to the control loop that a worker failed in `epoch`, with its last lines and those
+        of the kernel. Failure rules use the exit code, and people read the lines.
 
         Returns:
             The lanes of this node whose workers follow their worlds, and need not end with this
             one. None if the epoch has ended, or if the report did not reach the daemon.
         """
-        if self._ended.is_set() and reason is EndReason.UNKNOWN:
+        if self._ended.is_set() and reason is not EndReason.OOM_KILLED:
             return None  # The worker was killed because the epoch has ended.
         code = 128 - exit_code if exit_code < 0 else exit_code
         try:
-            return self._daemon.report_worker_exit(epoch, rank, code, last_lines, reason)
+            return self._daemon.report_worker_exit(
+                epoch, rank, code, last_lines, reason, kernel_messages
+            )
         except HoldfastError as error:
             log.warning(
                 "rank %d exited with code %d, which was not reported: %s", rank, code, error

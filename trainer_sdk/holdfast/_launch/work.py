@@ -25,6 +25,7 @@ from typing import Protocol
 from msgspec import structs
 
 from holdfast._launch.inspecting import inspect_workers
+from holdfast._launch.kernel_log import KernelLog
 from holdfast._launch.memory_kills import MemoryKills
 from holdfast._launch.process_tree import all_children, family_of, stat_fields
 from holdfast_core.inspections import InspectedProcess
@@ -113,13 +114,20 @@ class WorkWatch:
     Args:
         launch: names the running workers, and takes the reports.
         nproc: number of workers on each node.
-        kills: updated with each measurement.
+        kills, kernel: updated with each measurement.
         stacks: directory in which workers offer their stacks; None if there is none.
     """
 
-    def __init__(self, launch: Launch, nproc: int, kills: MemoryKills, stacks: Path | None) -> None:
-        self._launch, self._nproc, self._kills = launch, nproc, kills
-        self._stacks = stacks
+    def __init__(
+        self,
+        launch: Launch,
+        nproc: int,
+        kills: MemoryKills,
+        kernel: KernelLog,
+        stacks: Path | None,
+    ) -> None:
+        self._launch, self._nproc, self._stacks = launch, nproc, stacks
+        self._kills, self._kernel = kills, kernel
         self._before: dict[int, Usage] = {}
         self._looked_s = time.monotonic()
         self._closed = threading.Event()
@@ -136,6 +144,7 @@ class WorkWatch:
         """Report the workers that have worked since the last call, and inspect all if the daemon
         asks for it."""
         self._kills.look()
+        self._kernel.look()
         workers, first = self._launch.workers(), self._launch.node_rank * self._nproc
         now_s = time.monotonic()
         passed_s, self._looked_s = now_s - self._looked_s, now_s
@@ -148,7 +157,11 @@ class WorkWatch:
         self._before = usage
         if number := self._launch.report_work(worked):
             found = inspect_workers(workers, self._stacks)
-            processes = [structs.replace(found[lane], rank=first + lane) for lane in sorted(found)]
+            fault = self._kernel.hardware_fault()
+            processes = [
+                structs.replace(found[lane], rank=first + lane, hardware_fault=fault)
+                for lane in sorted(found)
+            ]
             self._launch.report_inspection(number, processes)
 
     def _has_worked(self, now: Usage, before: Usage | None, passed_s: float) -> bool:

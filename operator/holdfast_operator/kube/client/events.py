@@ -9,15 +9,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from holdfast_core.job.parsing import API_VERSION, KIND
+from holdfast_core.last_lines import within_bytes
 from holdfast_operator.kube.client.api import ApiError, KubeApi, Object
 from holdfast_operator.kube.client.resources import EVENTS
 from holdfast_operator.reconciler.observe.timestamps import micro_timestamp
-from holdfast_operator.reconciler.observe.views import Event
+from holdfast_operator.reconciler.observe.views import EVENT_BYTES_MAX, Event
 
 _log = logging.getLogger(__name__)
 
 CONTROLLER = "holdfast.dev/operator"
-NOTE_CHARACTERS_MAX = 1024
 WAITING_MAX = 1000
 REPEAT_S = 300.0
 """Seconds for which an event is not posted again with the same reason and message about the same
@@ -99,7 +99,7 @@ class Recorder:
             "reportingInstance": self._instance,
             "action": event.reason,
             "reason": event.reason,
-            "note": event.message[:NOTE_CHARACTERS_MAX],
+            "note": within_bytes(event.message, EVENT_BYTES_MAX),
             "type": "Warning" if event.warning else "Normal",
             "regarding": {
                 "apiVersion": about.get("apiVersion", API_VERSION),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import Phase
 from holdfast_operator.reconciler.failures.keeping import kept_until
+from holdfast_operator.reconciler.observe.silence import hang_limit
 from holdfast_operator.reconciler.observe.views import ControlState, Decision, StartAgent
 from holdfast_operator.reconciler.report.conditions import phase as phase_of
 
@@ -65,7 +66,7 @@ def pause_s(
         heartbeat_s = job.spec.failure_policy.detection.heartbeat_seconds
         return min(BUSY_S, heartbeat_s / 4)
     if phase is Phase.RUNNING and state.joinable_since is None:
-        hang_s = job.spec.failure_policy.detection.hang_seconds
+        hang_s = hang_limit(job, state).quiet_s
         return _until(_deadline(job, state), min(CALM_S, max(BUSY_S, hang_s / 8)), now)
     return _until(_deadline(job, state), WAITING_S if phase is Phase.WAITING else BUSY_S, now)
 

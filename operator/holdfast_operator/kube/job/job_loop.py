@@ -292,8 +292,11 @@ class JobLoop:
         world.metrics.observe("reconcile_seconds", world.clock() - self._woken_at)
         for event in decision.events:
             world.recorder.post(self._resource, event)
-        self._recovery_log.follow(job, before, observed, decision, world.clocks.at_wall(now))
-        self._note_failures(job, decision, world.clocks.at_wall(now))
+        wall = world.clocks.at_wall(now)
+        story = self._recovery_log.follow(job, before, observed, decision, wall)
+        if story is not None:
+            world.recorder.post(self._resource, story)
+        self._note_failures(job, decision, wall)
         self._report_refused_pods(decision)
 
         # Remember, before anything is done: an operator that starts again needs the status.

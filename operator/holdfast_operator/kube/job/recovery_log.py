@@ -9,7 +9,7 @@ from holdfast_core.states import RestoreSource
 from holdfast_operator.kube.job.status import RECOVERIES_SHOWN
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.reconciler.observe.evidence import gather
-from holdfast_operator.reconciler.observe.views import ClusterView, ControlState, Decision
+from holdfast_operator.reconciler.observe.views import ClusterView, ControlState, Decision, Event
 from holdfast_operator.reconciler.report.recoveries import Recoveries, Recovery
 
 
@@ -37,10 +37,11 @@ class RecoveryLog:
         observed: ClusterView,
         decision: Decision,
         wall: float,
-    ) -> None:
-        """Note one turn of the control loop, at the wall-clock time `wall`."""
+    ) -> Event | None:
+        """Note one turn of the control loop, at the wall-clock time `wall`. Returns the story of a
+        recovery that is over with it."""
         was_over = self._last_is_over()
-        self._recoveries.follow(observed, decision, wall)
+        story = self._recoveries.follow(observed, decision, wall)
         del self._recoveries.all[:-RECOVERIES_SHOWN]
         if decision.state.recoveries > before.recoveries and before.membership is not None:
             causes = gather(
@@ -52,6 +53,7 @@ class RecoveryLog:
             assert last.resumed_at is not None
             self._metrics.add("recoveries_finished", source=last.source or RestoreSource.NONE)
             self._metrics.observe("recovery_seconds", last.resumed_at - last.decided_at)
+        return story
 
     def _last_is_over(self) -> bool:
         every = self._recoveries.all

@@ -18,13 +18,13 @@ from holdfast_core.job.status import (
     CorruptionStatus,
     ExpertsStatus,
     FailureStatus,
+    HangDetectionStatus,
     JobCondition,
     JobStatus,
     MemberStatus,
     PaceStatus,
     Phase,
     ProtectionTrafficStatus,
-    RecoveryStatus,
     StragglerStatus,
     StrengthStatus,
     TokenLossStatus,
@@ -43,8 +43,9 @@ from holdfast_operator.reconciler.membership.staying import recovery_mode
 from holdfast_operator.reconciler.observe.counters import to_document
 from holdfast_operator.reconciler.observe.last_failure import LastCorruption, TrainerFailure
 from holdfast_operator.reconciler.observe.lookups import agent_at, fewest_slots, ranks_in
+from holdfast_operator.reconciler.observe.silence import hang_limit, limit_in_words
 from holdfast_operator.reconciler.observe.stragglers import straggler_in_words
-from holdfast_operator.reconciler.observe.timestamps import micro_timestamp, seconds_of
+from holdfast_operator.reconciler.observe.timestamps import seconds_of
 from holdfast_operator.reconciler.observe.views import (
     ClusterView,
     Condition,
@@ -136,12 +137,13 @@ def status_of(
             strength=_strength(strength(job, membership, len(state.joining))),
             members=_members(observed, membership, pods),
             joining=_joining(observed, state.joining, pods),
-            last_recoveries=tuple(_recovery(each) for each in recoveries[-RECOVERIES_SHOWN:]),
+            last_recoveries=tuple(each.status for each in recoveries[-RECOVERIES_SHOWN:]),
             stragglers=_stragglers(membership, slow),
             straggler_count=len(slow) or None,
             token_loss=None if state.losses is None else _token_loss(state.losses),
             experts=None if state.plan is None else _experts(state.plan),
             pace=_pace(measured_pace(job, observed, membership)),
+            hang_detection=_hang_detection(job, state) if phase is Phase.RUNNING else None,
             protection_traffic=None if traffic is None else _traffic(traffic),
             slots=fewest_slots(observed, membership) or None,
             counters=to_document(state, now=clocks.now, wall=clocks.wall),
@@ -228,6 +230,7 @@ def recoveries_of(status: Object) -> list[Recovery]:
                 lost_steps=each.get("lostSteps"),
                 sources=((0, source),) if source else (),
                 replay=each.get("replay", ""),
+                advice=each.get("advice", ""),
                 advanced_at=None if seconds is None else at + seconds,
             )
         )
@@ -258,6 +261,14 @@ def _pace(found: MeasuredPace | None) -> PaceStatus | None:
         window_steps=found.window_steps or None,
         text=found.text,
     )
+
+
+def _hang_detection(job: MoETrainingJob, state: ControlState) -> HangDetectionStatus | None:
+    """None for pods of other controllers, which end their hangs themselves."""
+    if job.spec.trainer.external:
+        return None
+    quiet_s = hang_limit(job, state).quiet_s
+    return HangDetectionStatus(quiet_seconds=quiet_s, text=limit_in_words(job, state))
 
 
 def _strength(found: Strength) -> StrengthStatus:
@@ -303,19 +314,6 @@ def _joining(
     return tuple(members) or None
 
 
-def _recovery(recovery: Recovery) -> RecoveryStatus:
-    resumed_at = recovery.resumed_at
-    return RecoveryStatus(
-        cause=recovery.cause,
-        detected_at=micro_timestamp(recovery.decided_at),
-        restored_step=recovery.restored_step,
-        lost_steps=recovery.lost_steps,
-        seconds=None if resumed_at is None else round(resumed_at - recovery.decided_at, 3),
-        source=None if resumed_at is None else recovery.source,
-        replay=recovery.replay or None,
-    )
-
-
 def _failure(failure: TrainerFailure) -> FailureStatus:
     return FailureStatus(
         text=failure.text,
@@ -323,6 +321,7 @@ def _failure(failure: TrainerFailure) -> FailureStatus:
         member=failure.member,
         exit_code=failure.exit_code,
         last_lines=failure.last_lines or None,
+        kernel_messages=failure.kernel_messages or None,
     )
 
 

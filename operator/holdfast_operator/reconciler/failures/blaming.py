@@ -6,12 +6,13 @@ Not blamed are:
 - ends that somebody intended: of Holdfast, of the cluster (preemption, drains, nodes whose end was
   announced), of a script that asks for a restart, and those that a failure rule names by their
   exit code;
-- a lack of memory, which is the job's;
+- a lack of memory, which is the job's, and what a GPU ends because of a program;
 - ranks that end on several nodes at once, or most nodes of a job that are lost at once, or fail a
   check: what they have in common is no node;
 - a hang in which no member is known to hold up the others.
 
-A script that fails in the same way on one node after the other is found later, in the record of
+A fault of hardware that the kernel has reported is the node's, whatever ended with it. A script
+that fails in the same way on one node after the other is found later, in the record of
 all nodes (`holdfast_core.node_failures`): for this, what its failures have in common goes with
 them.
 """
@@ -44,11 +45,13 @@ def blamed_nodes(
     """Failures among `causes` that count against nodes, each node at most once. `rules` holds the
     failure rule of each cause."""
     lost = {cause.member for cause in causes if cause.on is On.NODE_LOST}
-    unfit = {cause.member for cause in causes if cause.failed_check} - lost
+    faulty = {cause.member for cause in causes if cause.hardware_fault} - lost
+    unfit = {cause.member for cause in causes if cause.failed_check} - lost - faulty
     found: Iterable[BlamedNode]
-    if lost or unfit:
+    if lost or unfit or faulty:
         found = (
             *_each(membership, lost, FailureKind.LOST_NODE, state.announced),
+            *_each(membership, faulty, FailureKind.HARDWARE_FAULT),
             *_each(membership, unfit, FailureKind.FAILED_CHECK),
         )
     else:

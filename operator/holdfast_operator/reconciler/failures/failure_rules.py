@@ -16,8 +16,8 @@ The first rule that matches wins. Causes have the names that rules give after `w
 The default rules end with `Any`, so that by default every exit code leads to a restart in place
 that counts: a Python traceback (code 1) may be a bug, or a lost connection. The exception is the
 code with which trainers end because protection is required and refused: only a rule that names it
-lets the job try again. A launcher whose node failed a check is replaced like a lost node, unless a
-rule names its code.
+lets the job try again. A member whose node failed a check, or whose rank ended after the kernel had
+reported a fault of hardware, is replaced like one of a lost node, unless a rule names the code.
 
 Without a rule that matches an exit code, codes 1 to 127 are permanent and fail the job, except
 those in `RETRYABLE`; codes from 128 on (signals) lead to a restart in place. So does any other
@@ -44,11 +44,11 @@ def rule_for(job: MoETrainingJob, cause: Cause) -> FailureRule:
         return FailureRule(on=On.ANY, action=FailureAction.REPLACE_NODE, count_towards_max=False)
     for rule in job.spec.failure_policy.rules:
         matches_code = rule.on is On.EXIT_CODE and cause.exit_code in rule.values
-        if rule.on is On.ANY and (cause.exit_code == PROTECTION_REQUIRED or cause.failed_check):
+        if rule.on is On.ANY and (cause.exit_code == PROTECTION_REQUIRED or cause.unfit_node):
             continue
         if rule.on is On.ANY or matches_code or (rule.on is cause.on and not rule.values):
             return rule
-    if cause.failed_check:
+    if cause.unfit_node:
         return FailureRule(on=On.ANY, action=FailureAction.REPLACE_NODE)
     if cause.on is On.EXIT_CODE and is_permanent(cause.exit_code):
         return FailureRule(on=On.EXIT_CODE, action=FailureAction.FAIL)

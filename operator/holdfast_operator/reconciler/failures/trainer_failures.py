@@ -31,6 +31,8 @@ ALIKE_MAX = 3
 LINES_CHARACTERS_MAX = 700
 """Characters of last lines in an event or a reason, which Kubernetes cuts at 1024; the status has
 them all."""
+KERNEL_CHARACTERS_MAX = 250
+"""Those of the kernel's messages among them."""
 
 
 def note_first_step(
@@ -61,15 +63,14 @@ def note_failure(
         text=cause.text,
         exit_code=cause.exit_code,
         last_lines=cause.last_lines,
+        kernel_messages=cause.kernel_messages,
     )
     alike = before is not None and not again and _essence(before) == _essence(found)
     if before is not None and alike:
         found = replace(found, times=before.times + 1)
     result = RuleResult(replace(state, failure=found))
-    if found.last_lines and not alike:
-        return result.post(
-            EventReason.LAST_LINES, with_last_lines(cause.text, cause.last_lines), warning=True
-        )
+    if (found.last_lines or found.kernel_messages) and not alike:
+        return result.post(EventReason.LAST_LINES, with_last_lines(cause.text, cause), warning=True)
     return result
 
 
@@ -81,10 +82,10 @@ def fail_alike(
     rules: Sequence[FailureRule],
 ) -> RuleResult:
     """End a job whose script has failed alike too often before its first step. Epochs that Holdfast
-    has ended, or in which a node failed a check, are passed over: they show nothing of the script,
-    for or against it."""
+    has ended, or whose node is at fault, are passed over: they show nothing of the script, for or
+    against it."""
     failure = state.failure
-    if failure is None or all(c.ended_by_holdfast or c.failed_check for c in causes):
+    if failure is None or all(c.ended_by_holdfast or c.unfit_node for c in causes):
         return RuleResult(state)
     if failure.epoch != membership.epoch:  # this one ended for another reason
         return RuleResult(replace(state, failure=replace(failure, times=0)))
@@ -96,21 +97,32 @@ def fail_alike(
         f"{failure.text}, {failure.times} times in the same way before the job's first step; "
         f"correct its script (or restart it all the same, by a failure rule on ExitCode)"
     )
-    reason = with_last_lines(text, failure.last_lines)
+    reason = with_last_lines(text, failure)
     return end(observation, state, Outcome.FAILED, reason, "FailsBeforeFirstStep")
 
 
-def with_last_lines(text: str, lines: str) -> str:
-    """`text`, and below it the last lines of what failed."""
-    if len(lines) > LINES_CHARACTERS_MAX:
-        lines = lines[-LINES_CHARACTERS_MAX:].partition("\n")[2] or lines[-LINES_CHARACTERS_MAX:]
-    return f"{text}; it wrote last:\n{lines}" if lines else text
+def with_last_lines(text: str, failed: Cause | TrainerFailure) -> str:
+    """`text`, and below it what the kernel wrote about what failed, and its own last lines."""
+    kernel = _end_of(failed.kernel_messages, KERNEL_CHARACTERS_MAX)
+    lines = _end_of(failed.last_lines, LINES_CHARACTERS_MAX - len(kernel))
+    text = f"{text}; the kernel wrote:\n{kernel}" if kernel else text
+    between = "\nIt wrote last:" if kernel else "; it wrote last:"
+    return f"{text}{between}\n{lines}" if lines else text
+
+
+def _end_of(lines: str, characters: int) -> str:
+    """The last of `lines`, with `characters` at most."""
+    if len(lines) <= characters:
+        return lines
+    return lines[-characters:].partition("\n")[2] or lines[-characters:]
 
 
 def _decisive(causes: Sequence[Cause]) -> Cause | None:
     """The most informative failure: a failure with last lines, among those that ended by
     themselves. None where Holdfast has ended all of them: then they have not failed."""
     exits = [cause for cause in causes if cause.on is On.EXIT_CODE and not cause.ended_by_holdfast]
+    if faults := [cause for cause in exits if cause.hardware_fault]:
+        return faults[0]
     return next((cause for cause in exits if cause.last_lines), exits[0] if exits else None)
 
 

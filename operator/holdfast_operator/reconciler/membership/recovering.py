@@ -144,7 +144,7 @@ def _fail_by_rule(observation: Observation, state: ControlState, case: _Case) ->
     for cause, rule in zip(case.causes, case.rules, strict=True):
         if rule.action is RuleAction.FAIL:
             rule_text = f"failure rule on {rule.on.value}: Fail applies"
-            reason = with_last_lines(f"{cause.text}; {rule_text}", cause.last_lines)
+            reason = with_last_lines(f"{cause.text}; {rule_text}", cause)
             return end(observation, state, Outcome.FAILED, reason, "FailureRule")
     return RuleResult(state)
 
@@ -213,7 +213,7 @@ def _count(observation: Observation, state: ControlState, case: _Case) -> RuleRe
         )
         failure = state.failure
         if failure is not None and failure.epoch == case.membership.epoch:
-            reason = with_last_lines(reason, failure.last_lines)
+            reason = with_last_lines(reason, failure)
         return end(observation, kept, Outcome.FAILED, reason, "MaxRestartsExceeded")
     return RuleResult(
         replace(
@@ -311,7 +311,7 @@ def begin_epoch(
     agents = observation.cluster.agents
     leaving = [agent for agent in agents if away.get(agent.member) == agent.node]
     ran = state.resumed_epoch == membership.epoch
-    unwell = {cause.member for cause in causes if cause.failed_check}
+    unwell = {cause.member for cause in causes if cause.unfit_node}
     unfit = {agent.node for agent in leaving if is_unschedulable(agent) or agent.member in unwell}
     result = RuleResult(
         replace(

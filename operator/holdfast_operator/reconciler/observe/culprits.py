@@ -2,9 +2,9 @@
 
 In a hang, nearly all ranks wait for the others in a collective, and the interesting ones do
 something else. So ranks are grouped by the place where they are, and the places that explain the
-wait are named: a process that is stopped, one that the kernel does not let go, one that is not in
-the collective. Lines of a stack prove where a process is, and nothing more; a missing stack proves
-nothing at all, so nobody is blamed for one.
+wait are named: a process on a node with a fault of hardware, one that is stopped, one that the
+kernel does not let go, one that is not in the collective. Lines of a stack prove where a process
+is, and nothing more; a missing stack proves nothing at all, so nobody is blamed for one.
 
 All texts in a stack come from trainers: they are only ever shown, and compared with names of files
 and functions of torch and of Holdfast.
@@ -43,14 +43,17 @@ _STANDARD = re.compile(r"/lib(64)?/python[\d.]+t?/|^<frozen ")
 class _Kind(IntEnum):
     """Kind of the place where a rank is."""
 
-    STOPPED = 0
-    UNINTERRUPTIBLE = 1
-    ENDED = 2
-    LOADER = 3
-    CODE = 4
-    WAITING = 5
+    FAULTY = 0
+    """On a node whose kernel has reported a fault of hardware: where the process is proves nothing
+    then."""
+    STOPPED = 1
+    UNINTERRUPTIBLE = 2
+    ENDED = 3
+    LOADER = 4
+    CODE = 5
+    WAITING = 6
     """In a collective, or in another wait for the other ranks."""
-    NO_STACK = 6
+    NO_STACK = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ class Diagnosis:
     """Who holds up the others and how, or that nobody does, in words of bounded length."""
     culprits: frozenset[int]
     """Ranks that hold up the others; empty where none stands out."""
+    hardware_fault: bool = False
+    """Whether they do because of a fault of hardware that the kernel has reported."""
 
 
 def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | None]) -> Diagnosis:
@@ -122,7 +127,8 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
     if len(text) > TEXT_CHARACTERS_MAX:
         text = f"{text[: TEXT_CHARACTERS_MAX - 1]}…"
     blamed = frozenset(rank for found in culprits.values() for rank in found)
-    return Diagnosis(text=text, culprits=blamed)
+    faulty = bool(culprits) and all(place.kind is _Kind.FAULTY for place in culprits)
+    return Diagnosis(text=text, culprits=blamed, hardware_fault=faulty)
 
 
 def _grouped(answers: Mapping[int, InspectedProcess | None]) -> dict[_Place, list[int]]:
@@ -141,7 +147,7 @@ def _outliers(groups: Mapping[_Place, Sequence[int]]) -> dict[_Place, Sequence[i
     def of(*kinds: _Kind) -> dict[_Place, Sequence[int]]:
         return {place: found for place, found in groups.items() if place.kind in kinds}
 
-    if stuck := of(_Kind.STOPPED, _Kind.UNINTERRUPTIBLE):
+    if stuck := of(_Kind.FAULTY, _Kind.STOPPED, _Kind.UNINTERRUPTIBLE):
         return stuck
     ended, away, waiting = of(_Kind.ENDED), of(_Kind.LOADER, _Kind.CODE), of(_Kind.WAITING)
     if ended and (waiting or away):
@@ -199,6 +205,8 @@ def _verb(ranks: Sequence[int]) -> str:
 def _place_of(process: InspectedProcess | None) -> _Place:
     if process is None:
         return _Place(_Kind.ENDED, "without a process: the script has ended there")
+    if process.hardware_fault:
+        return _Place(_Kind.FAULTY, f"on a node whose kernel wrote: {process.hardware_fault}")
     if process.state in STOPPED:
         return _Place(_Kind.STOPPED, "stopped (by SIGSTOP or a debugger)")
     if process.state == UNINTERRUPTIBLE and not process.frames:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from holdfast_core.exit_codes import BEGINS_ANEW, HOLDFAST_DECIDED
 from holdfast_core.job.parsing import MoETrainingJob, On
 from holdfast_core.snapshots.membership import Member, Membership
+from holdfast_core.states import EndReason
 from holdfast_operator.reconciler.observe.corruption import to_undo
 from holdfast_operator.reconciler.observe.inspections import diagnosis_of
 from holdfast_operator.reconciler.observe.lookups import (
@@ -24,6 +25,7 @@ from holdfast_operator.reconciler.observe.lookups import (
     silent_s,
 )
 from holdfast_operator.reconciler.observe.protection import ParityGroups
+from holdfast_operator.reconciler.observe.silence import hang_limit
 from holdfast_operator.reconciler.observe.stalls import stall_of
 from holdfast_operator.reconciler.observe.stragglers import member_to_move, straggler_in_words
 from holdfast_operator.reconciler.observe.text import (
@@ -83,6 +85,11 @@ class Cause:
     exit_code: int | None = None
     last_lines: str = ""
     """Last lines that the rank or agent wrote, when it ended by itself."""
+    kernel_messages: str = ""
+    """Lines that the kernel of its node wrote about the end of the rank."""
+    hardware_fault: bool = False
+    """Whether the kernel had reported a fault of the node's hardware before the rank ended, or held
+    up the others."""
     node_lost: bool = False
     """Whether the member's memory on its node is lost, so that the member cannot continue there."""
     presumed: bool = False
@@ -113,6 +120,12 @@ class Cause:
     def ended_by_holdfast(self) -> bool:
         """Whether Holdfast, and nothing in the script, has decided that the rank ends."""
         return self.on is On.EXIT_CODE and self.exit_code in HOLDFAST_DECIDED
+
+    @property
+    def unfit_node(self) -> bool:
+        """Whether the node, and nothing in the script, is at fault, although its daemon is
+        there."""
+        return self.failed_check or self.hardware_fault
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,20 +175,28 @@ def principal(causes: Iterable[Cause]) -> tuple[Cause, ...]:
     """Drop the causes that others explain. When a node is lost or taken away, ranks elsewhere die
     as a result: they vanish, exit with a traceback (code 1) or are aborted (codes from 128 on).
     When a rank died of something else, code 1 and ranks without a code are its consequence. Codes
-    with which Holdfast ends a rank are the consequence of any other."""
+    with which Holdfast ends a rank are the consequence of any other. A fault of hardware explains
+    any end by itself."""
     found = tuple(causes)
     if any(not (c.ended_by_holdfast or c.voluntary) for c in found):
         found = tuple(c for c in found if not c.ended_by_holdfast)
     if any(c.on in (On.NODE_LOST, On.DISRUPTION) and not c.voluntary for c in found):
         return tuple(c for c in found if not _follows_a_loss(c))
-    if any(c.on is On.EXIT_CODE and c.exit_code != FOLLOWING_CODE for c in found):
-        return tuple(c for c in found if c.on is not On.ANY and c.exit_code != FOLLOWING_CODE)
+    if any(c.on is On.EXIT_CODE and not _may_follow(c) for c in found):
+        return tuple(c for c in found if c.on is not On.ANY and not _may_follow(c))
     return found
+
+
+def _may_follow(cause: Cause) -> bool:
+    """Whether the end of a rank may be the consequence of another's."""
+    return cause.exit_code == FOLLOWING_CODE and not cause.hardware_fault
 
 
 def _follows_a_loss(cause: Cause) -> bool:
     code = cause.exit_code
     died = code is None or code == FOLLOWING_CODE or code >= 128
+    if cause.hardware_fault:
+        return False
     return cause.on is On.ANY or (cause.on is On.EXIT_CODE and died)
 
 
@@ -337,6 +358,8 @@ def _rank_failures(
             ranks=frozenset({rank.rank}),
             exit_code=code,
             last_lines=rank.last_lines,
+            kernel_messages=rank.kernel_messages,
+            hardware_fault=rank.exit_reason is EndReason.HARDWARE_FAULT,
             counted=code == BEGINS_ANEW,
         )
     if exits:
@@ -434,8 +457,9 @@ def _hang(
         return
     idle_s = min(r.idle_s for r in ranks)
     started = any(r.step > (state.started_from or 0) for r in ranks)
-    detection = job.spec.failure_policy.detection
-    if idle_s < (detection.hang_seconds if started else detection.start_limit_s):
+    if started and not hang_limit(job, state).is_passed(ranks):
+        return
+    if not started and idle_s < job.spec.failure_policy.detection.start_limit_s:
         return
     behind_step = min(r.step for r in ranks)
     behind = [r for r in ranks if r.step == behind_step]
@@ -454,4 +478,11 @@ def _hang(
         named = sorted(diagnosis.culprits) if culprit else named
     member = membership.member_of(named[0])
     hung = frozenset(named).intersection(membership.ranks_of(member))
-    yield Cause(on=On.HANG, text=text, member=member, ranks=hung, culprit=culprit)
+    yield Cause(
+        on=On.HANG,
+        text=text,
+        member=member,
+        ranks=hung,
+        culprit=culprit,
+        hardware_fault=culprit and diagnosis is not None and diagnosis.hardware_fault,
+    )

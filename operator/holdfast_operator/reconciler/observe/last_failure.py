@@ -20,6 +20,8 @@ class TrainerFailure:
     exit_code: int | None = None
     last_lines: str = ""
     """Last lines that it wrote; empty when they were not kept."""
+    kernel_messages: str = ""
+    """Lines that the kernel of its node wrote about it; empty where it could not be asked."""
     times: int = 1
     """Number of epochs in a row, up to this one, that ended with a failure like it."""
 

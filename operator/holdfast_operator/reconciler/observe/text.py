@@ -77,6 +77,8 @@ def exit_in_words(code: int, reason: str = "", message: str = "") -> str:
             f"exited with code {code}, after a process beside it was killed for lack of memory "
             f"(OOMKilled)"
         )
+    if reason == EndReason.HARDWARE_FAULT:
+        return f"{exit_in_words(code)}, after its kernel reported a fault of hardware"
     if reason not in ("", "Error"):
         return f"ended: {': '.join(filter(None, (reason, message)))} (code {code})"
     try:

@@ -20,6 +20,7 @@ from msgspec import Struct
 from holdfast_core.corruption import Divergence
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.hang_limits import StepPauses
 from holdfast_core.inspections import InspectedProcess
 from holdfast_core.job.status import ConditionStatus
 from holdfast_core.node_failures import CLEAN, FailureKind, NodeFailure, Rating, mark_of
@@ -65,6 +66,9 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     """Whether it trains without a session, because its saves are refused or it makes none."""
     exit_reason: EndReason = EndReason.UNKNOWN
     """Why its worker failed, where that is known."""
+    kernel_messages: str = ""
+    """Lines that the kernel of its node wrote about that failure; empty where it could not be
+    asked."""
     oom_killed_in: int = 0
     """Newest epoch in which its worker was killed for lack of memory; 0 when in none."""
     times: StepTimes | None = None
@@ -446,6 +450,7 @@ class EventReason(StrEnum):
     DAEMON_BACK = "DaemonBack"
     READDRESSED = "Readdressed"
     RECOVERING = "Recovering"
+    RECOVERED = "Recovered"
     HANG_INSPECTED = "HangInspected"
     HANG_PASSED = "HangPassed"
     STRAGGLER = "Straggler"
@@ -475,6 +480,10 @@ class EventReason(StrEnum):
     NOTHING_SAVED = "NothingSaved"
     COMPLETE = "Complete"
     FAILED = "Failed"
+
+
+EVENT_BYTES_MAX = 1024
+"""Bytes of a message that Kubernetes accepts in an event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -533,6 +542,8 @@ class ControlState(Counters):
     """Newest inspection; None since training was last seen to get on."""
     straggling: StragglerWatch = field(default_factory=StragglerWatch)
     """What is known of slow ranks in this epoch. Evidence: a new control loop begins anew."""
+    pauses: StepPauses = field(default_factory=StepPauses)
+    """Pauses between steps. Evidence: a new control loop begins anew."""
     codes_awaited_since: float | None = None
     """When a rank was first seen lost whose exit code the failure rules depend on."""
     unfit: frozenset[str] = frozenset()

@@ -173,7 +173,7 @@ def test_a_failed_run_shows_the_last_lines_as_they_are() -> None:
         local=local(reason=lines),
     )
     assert (
-        "last failure: rank 0 failed, and wrote last:\n    Traceback:\n    [/red] ValueError"
+        "last failure: rank 0 failed; it wrote last:\n    Traceback:\n    [/red] ValueError"
         in text(status)
     )
 

@@ -84,13 +84,17 @@ def test_a_failed_job_shows_its_last_lines_and_how_long_its_memory_lasts() -> No
             "text": "rank 3 exited with code 1",
             "epoch": 3,
             "member": 1,
+            "kernelMessages": "NVRM: Xid (PCI:0000:3b:00): 79",
             "lastLines": "Traceback\n  ValueError: bad row",
         },
     }
     told = story_of("llm", status, ())
     assert "llm has failed after 90 steps" in told and "rank 3 fails alike in 3 epochs" in told
-    failure = "rank 3 exited with code 1, in epoch 3 (its member is on n1 now). It wrote last:"
+    failure = "rank 3 exited with code 1, in epoch 3 (its member is on n1 now)."
     assert failure in " ".join(told.split())
+    assert (
+        "The kernel wrote:\n    NVRM: Xid (PCI:0000:3b:00): 79\nIt wrote last:\n    Trace" in told
+    )
     assert "\n    Traceback\n      ValueError: bad row" in told
     assert "holdfast resume" in told and "2026-01-01T00:00:00Z" in told
 

@@ -119,7 +119,7 @@ def test_a_small_job_gets_sensible_defaults() -> None:
     assert spec.failure_policy.rules == DEFAULT_RULES
     detection = spec.failure_policy.detection
     assert (detection.heartbeat_seconds, detection.missed_heartbeats) == (1.0, 5)
-    assert detection.hang_seconds == 600.0
+    assert (detection.hang_seconds, detection.hang_limit_s) == (None, 600.0)
     assert spec.scheduling == Scheduling(gang=Gang.NONE, queue=None)
     deadlines = (spec.pre_running_deadline_seconds, spec.active_deadline_seconds)
     assert (*deadlines, spec.ttl_seconds_after_finished) == (None, None, None)

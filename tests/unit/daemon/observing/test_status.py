@@ -12,6 +12,7 @@ from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.errors import InvalidJobError, MemoryBudgetError, ProtocolError
 from holdfast_core.experts.loss_reports import LossReport, RecoveryLoss
 from holdfast_core.snapshots.membership import Member, Membership
+from holdfast_core.states import EndReason
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.overview import (
     current_loss,
@@ -19,6 +20,7 @@ from holdfast_daemon.engine.overview import (
     exit_code,
     last_lines,
     loss_report,
+    overview,
     problem,
     rank_health,
 )
@@ -66,12 +68,16 @@ def test_an_exit_code_holds_for_the_epoch_in_which_the_worker_failed(memory: Job
     assert membership is not None
     engine.worker_exited(4, 0, 3)  # says nothing of epoch 5
     assert exit_code(memory, memory.rank(0)) == 0
-    engine.worker_exited(5, 0, 137, "why")
+    engine.worker_exited(5, 0, 137, "why", EndReason.HARDWARE_FAULT, "Xid")
     assert exit_code(memory, memory.rank(0)) == 137
     assert last_lines(memory, memory.rank(0)) == "why"
+    [rank] = overview(memory).ranks
+    assert (rank.exit_reason, rank.kernel_messages) == (EndReason.HARDWARE_FAULT, "Xid")
     memory.begin_epoch(replace(membership, epoch=6))
     assert exit_code(memory, memory.rank(0)) == 0
     assert last_lines(memory, memory.rank(0)) == ""
+    [rank] = overview(memory).ranks
+    assert (rank.exit_reason, rank.kernel_messages) == (EndReason.UNKNOWN, "")
 
 
 def test_a_refused_arena_is_the_problem_until_another_fits_or_the_epoch_ends(

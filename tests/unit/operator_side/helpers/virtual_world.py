@@ -110,6 +110,8 @@ class Daemon:
     """Rank → exit code that its agent reported."""
     last_lines: dict[int, str] = field(default_factory=dict)
     """Rank → last lines of its output, which its agent reported."""
+    kernel_messages: dict[int, str] = field(default_factory=dict)
+    """Rank → what the kernel wrote about its end, which its agent reported."""
     inspection: tuple[int, float] | None = None
     """Number of its newest inspection in this epoch, and when it was asked for it."""
 
@@ -344,9 +346,8 @@ class World:
                         else None
                     ),
                     unprotected=rank in self.unprotected and works,
-                    exit_reason=EndReason.OOM_KILLED
-                    if rank in daemon.exits and self.oom_epochs.get(rank) == membership.epoch
-                    else EndReason.UNKNOWN,
+                    exit_reason=self._end_reason(rank, daemon, membership.epoch),
+                    kernel_messages=daemon.kernel_messages.get(rank, ""),
                     oom_killed_in=self.oom_epochs.get(rank, 0),
                     times=self.times.get(rank) if works else None,
                     divergence=self.divergences.get(rank) if works else None,
@@ -470,7 +471,8 @@ class World:
         if daemon.alive and concerned and newer:
             if known is None or known.epoch < membership.epoch:
                 daemon.lost, daemon.waiting, daemon.exits = set(), False, {}
-                daemon.last_lines, daemon.inspection = {}, None
+                daemon.last_lines, daemon.kernel_messages = {}, {}
+                daemon.inspection = None
                 self.step, self.idle_s = 0, 0.0
             daemon.membership = membership
 
@@ -487,16 +489,26 @@ class World:
         if protect:
             self.protected = Generation(self.membership.epoch, step)
 
+    def _end_reason(self, rank: int, daemon: Daemon, epoch: int) -> EndReason:
+        if rank in daemon.exits and self.oom_epochs.get(rank) == epoch:
+            return EndReason.OOM_KILLED
+        fault = daemon.kernel_messages.get(rank)
+        return EndReason.HARDWARE_FAULT if fault else EndReason.UNKNOWN
+
     def lose_rank(self, rank: int) -> None:
         member = self.membership.member_of(rank)
         self.daemons[self.membership.member(member).node].lost.add(rank)
 
-    def exit_rank(self, rank: int, code: int, last_lines: str = "") -> None:
-        """Lose the rank, and let its agent report its exit code and last lines."""
+    def exit_rank(
+        self, rank: int, code: int, last_lines: str = "", hardware_fault: str = ""
+    ) -> None:
+        """Lose the rank, and let its agent report its exit code, its last lines, and what the
+        kernel wrote about a fault of hardware before."""
         self.lose_rank(rank)
         member = self.membership.member_of(rank)
         daemon = self.daemons[self.membership.member(member).node]
         daemon.exits[rank], daemon.last_lines[rank] = code, last_lines
+        daemon.kernel_messages[rank] = hardware_fault
 
     def evict(self, member: int, why: str = "EvictionByEvictionAPI") -> None:
         """End the member's agent as the cluster does; its ranks are lost with it."""

@@ -69,7 +69,7 @@ def test_a_job_that_failed_shows_the_last_lines_as_they_are() -> None:
         "conditions": [{"type": "Failed", "status": "True", "reason": "x", "message": lines}],
     }
     shown = text(job_view(job, []))
-    assert "last failure: rank 2 exited with code 1, and wrote last:\n    Traceback:" in shown
+    assert "last failure: rank 2 exited with code 1; it wrote last:\n    Traceback:" in shown
     assert "    [/red] ValueError\n" in shown
     assert "Traceback" not in text(jobs_view([job], now=0.0))  # a line each
 

@@ -98,4 +98,6 @@ def test_events_beyond_the_queue_are_dropped_and_counted() -> None:
 
 def test_a_note_is_cut_to_the_length_that_the_api_accepts() -> None:
     (event,) = Desk().posted(post(Event(reason="Long", message="x" * 5000)))
-    assert len(event["note"]) == 1024
+    assert len(event["note"].encode()) == 1024
+    (event,) = Desk().posted(post(Event(reason="Long", message="ü" * 600)))
+    assert 1020 < len(event["note"].encode()) <= 1024  # of UTF-8, which is what the API counts

@@ -166,18 +166,72 @@ def test_every_usual_taint_for_the_end_of_a_node_is_known(key: str) -> None:
 
 
 def test_more_taints_and_conditions_can_be_named() -> None:
-    names = ("example.com/leaving", "VMEventScheduled")
+    names = ("example.com/leaving", "Leaving")
     tainted = node(spec={"taints": [taint("example.com/leaving", "PreferNoSchedule")]})
     assert notice_of(tainted) == ""
     assert notice_of(tainted, names) == "taint example.com/leaving"
     raw = node()
-    raw["status"]["conditions"].append(
-        {"type": "VMEventScheduled", "status": "True", "message": "Preempt in 30 s"}
-    )
+    raw["status"]["conditions"].append({"type": "Leaving", "status": "True", "message": "in 30 s"})
     assert notice_of(raw) == ""
-    assert read_node(raw, names).leaving == "condition VMEventScheduled (Preempt in 30 s)"
+    assert read_node(raw, names).leaving == "condition Leaving (in 30 s)"
     raw["status"]["conditions"][-1]["status"] = "False"
     assert notice_of(raw, names) == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "announced"),
+    [
+        ("Preempt Scheduled: Sat, 01 Aug 2026 05:41:02 GMT. For more information, see", True),
+        ("Redeploy Scheduled: Sat, 01 Aug 2026 05:41:02 GMT", True),
+        ("Reboot Scheduled: Sat, 01 Aug 2026 05:41:02 GMT", True),  # its memory is lost
+        ("Freeze Scheduled: Sat, 01 Aug 2026 05:41:02 GMT", False),
+        ("", False),
+    ],
+)
+def test_an_event_of_a_virtual_machine_is_a_notice_unless_it_is_a_pause(
+    message: str, announced: bool
+) -> None:
+    raw = node()
+    condition = {"type": "VMEventScheduled", "status": "True", "message": message}
+    raw["status"]["conditions"].append(condition)
+    assert bool(notice_of(raw)) == announced
+    condition["status"] = "False"
+    assert notice_of(raw) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "announced"),
+    [
+        ("cloud.google.com/active-node-maintenance", "ONGOING", True),
+        ("cloud.google.com/active-node-maintenance", "PENDING", False),
+        ("dgxc.nvidia.com/nvsentinel-state", "quarantined", True),
+        ("dgxc.nvidia.com/nvsentinel-state", "remediation-succeeded", False),
+    ],
+)
+def test_labels_announce_the_end_of_a_node_by_their_values(
+    name: str, value: str, announced: bool
+) -> None:
+    raw = node()
+    raw["metadata"]["labels"] = {**raw["metadata"].get("labels", {}), name: value}
+    assert read_node(raw).leaving == (f"label {name}={value}" if announced else "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "problem"),
+    [
+        ("GPUMissing", "True", "condition GPUMissing"),
+        ("GPUMissing", "False", ""),
+        ("AcceleratedHardwareReady", "False", "condition AcceleratedHardwareReady is False"),
+        ("AcceleratedHardwareReady", "True", ""),
+        ("AcceleratedHardwareReady", "Unknown", ""),
+    ],
+)
+def test_conditions_of_clouds_name_problems_by_their_own_status(
+    kind: str, status: str, problem: str
+) -> None:
+    raw = node()
+    raw["status"]["conditions"].append({"type": kind, "status": status})
+    assert read_node(raw).problem == problem
 
 
 def test_what_only_repels_pods_is_not_a_notice() -> None:

@@ -20,6 +20,7 @@ from holdfast_cli.commands.story import story_of
 from holdfast_core.corruption import Divergence, Proof
 from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.hang_limits import StepPauses
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import JobStatus
 from holdfast_core.states import RestoreSource
@@ -464,6 +465,35 @@ def test_the_newest_failure_of_a_trainer_is_in_the_status_with_its_last_lines() 
     msgspec.convert(found, JobStatus)
     again = from_document(found["counters"], now=0.0, wall=0.0)
     assert again.failure == world.state.failure
+
+
+@pytest.mark.parametrize(
+    ("detection", "quiet_s", "text"),
+    [
+        ({"hangSeconds": 90}, 90.0, "a hang is noticed after 90 s without a step (hangSeconds)"),
+        ({}, 600.0, "a hang is noticed after 600 s without a step"),
+        (
+            {"startSeconds": 900},  # watched for hours
+            110.0,
+            "a hang is noticed after 600 s without a step, or 110 s if no process works (no pause "
+            "took 30 s so far)",
+        ),
+    ],
+)
+def test_the_silence_that_counts_as_a_hang_is_in_the_status(
+    detection: dict[str, float], quiet_s: float, text: str
+) -> None:
+    world = World(virtual_job(detection={"heartbeatSeconds": 1, **detection}))
+    world.settle(1.0)
+    if "startSeconds" in detection:
+        learned = StepPauses(epoch=1, longest_s=21.0, watched_s=1e6, progresses=99)
+        world.state = replace(world.state, pauses=learned)
+        world.look()
+    found = status(world)
+    assert found["hangDetection"] == {"quietSeconds": quiet_s, "text": text}
+    console = Console(file=io.StringIO(), width=200)
+    console.print(status_view("llm", found, ()))
+    assert text in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_slow_ranks_are_in_the_status_and_shown_until_they_keep_pace() -> None:

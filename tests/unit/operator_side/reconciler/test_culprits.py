@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from holdfast_core.inspections import Frame, InspectedProcess, bounded_process
 from holdfast_operator.reconciler.observe.culprits import TEXT_CHARACTERS_MAX, diagnose
@@ -269,3 +270,27 @@ def test_whatever_trainers_send_the_words_are_short_and_printable(
     diagnosis = diagnose(range(4), received)
     assert diagnosis.text.isprintable() and 0 < len(diagnosis.text) <= TEXT_CHARACTERS_MAX
     assert diagnosis.culprits <= received.keys()
+
+
+# --- faults of hardware ---------------------------------------------------------------------------
+
+XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus"
+
+
+def test_ranks_of_a_node_with_a_fault_of_hardware_are_named_wherever_they_wait() -> None:
+    """With NCCL, all ranks wait in the same line."""
+    answers = {
+        rank: structs.replace(reduces(rank), hardware_fault=XID if rank in (2, 3) else "")
+        for rank in range(6)
+    }
+    found = diagnose(range(6), answers)
+    assert found.culprits == {2, 3} and found.hardware_fault
+    assert found.text.startswith(f"ranks 2, 3 are on a node whose kernel wrote: {XID}; 4 others ")
+
+
+def test_a_rank_that_is_stopped_elsewhere_holds_the_others_up_as_well() -> None:
+    answers = {rank: reduces(rank) for rank in range(4)}
+    answers[1] = structs.replace(answers[1], hardware_fault=XID)
+    answers[2] = of(2, state="T")
+    found = diagnose(range(4), answers)
+    assert found.culprits == {1, 2} and not found.hardware_fault

@@ -69,6 +69,7 @@ class PlayedDaemon:
         self.exits: list[tuple[int, int, int]] = []
         self.lines: list[str] = []
         self.reasons: list[EndReason] = []
+        self.kernel_messages: list[str] = []
         self.work: list[tuple[int, ...]] = []
         self.inspects = 0
         """Number of the inspection that it asks for."""
@@ -127,13 +128,20 @@ class PlayedDaemon:
             raise UnreachableError("the reply is lost")
 
     def report_worker_exit(
-        self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
+        self,
+        epoch: int,
+        rank: int,
+        exit_code: int,
+        last_lines: str,
+        reason: EndReason,
+        kernel_messages: str,
     ) -> frozenset[int]:
         if self.deaf:
             raise UnreachableError("away")
         self.exits.append((epoch, rank, exit_code))
         self.lines.append(last_lines)
         self.reasons.append(reason)
+        self.kernel_messages.append(kernel_messages)
         return frozenset(self.following)
 
     def report_work(self, epoch: int, ranks: Collection[int]) -> int:

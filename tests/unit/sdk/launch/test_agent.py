@@ -32,6 +32,7 @@ from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
 from holdfast._launch.workers import CLOSE_S, REAP_S
 from holdfast_core.errors import UnreachableError
 from holdfast_core.inspections import InspectedProcess
+from holdfast_core.kernel_messages import KernelMessage, message_of
 from holdfast_core.states import EndReason
 
 TIMEOUT_S = 30.0
@@ -60,7 +61,13 @@ class OneEpoch:
         self.address, self.key = store_address, store_key
 
     def report_worker_exit(
-        self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
+        self,
+        epoch: int,
+        rank: int,
+        exit_code: int,
+        last_lines: str,
+        reason: EndReason,
+        kernel_messages: str,
     ) -> frozenset[int]:
         raise AssertionError("no worker runs here")
 
@@ -202,6 +209,7 @@ class Node:
             monitor_interval=1e-3,
         )
         self.memory_is_short = False
+        self.kernel_messages: list[KernelMessage] = []
         self.agent = FinishedAgent(
             spec,
             self.rendezvous,
@@ -209,6 +217,7 @@ class Node:
             "forkserver",
             1.0,
             memory_was_short=lambda: self.memory_is_short,
+            kernel_messages=lambda: self.kernel_messages,
         )
 
     def finish(self) -> None:
@@ -311,6 +320,30 @@ def test_a_worker_that_dies_when_the_kernel_has_killed_for_memory_is_reported_wi
     os.kill(pid, signal.SIGKILL)
     until(lambda: here.agent.state() is WorkerState.FAILED)
     assert (here.daemon.exits, here.daemon.reasons) == ([(1, 0, 137)], [EndReason.OOM_KILLED])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("Out of memory: Killed process {pid} (python3) total-vm:9kB", EndReason.OOM_KILLED),
+        ("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus", EndReason.HARDWARE_FAULT),
+        ("NVRM: Xid (PCI:0000:3b:00): 45, pid={pid}, Ch 00000008", EndReason.UNKNOWN),
+    ],
+)
+def test_what_the_kernel_wrote_about_a_worker_is_reported_with_its_end(
+    worlds: Worlds, node: Callable[..., Node], text: str, reason: EndReason
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds))
+    (pid,) = here.agent.start()
+    message = message_of(text.format(pid=pid))
+    assert message is not None
+    of_another = message_of("Out of memory: Killed process 1 (init) total-vm:9kB")
+    assert of_another is not None
+    here.kernel_messages = [message, of_another]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: here.agent.state() is WorkerState.FAILED)
+    assert (here.daemon.reasons, here.daemon.kernel_messages) == ([reason], [message.text])
 
 
 def test_a_worker_that_the_agent_kills_was_not_killed_for_lack_of_memory(

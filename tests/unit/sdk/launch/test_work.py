@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast._launch.kernel_log import KernelLog
 from holdfast._launch.memory_kills import MemoryKills
 from holdfast._launch.work import WorkWatch, usage_below
 from holdfast_core.inspections import InspectedProcess
@@ -77,7 +78,7 @@ def kills(tmp_path: Path) -> MemoryKills:
 def test_workers_work_that_spin_themselves_or_by_a_child_and_sleepers_do_not(
     launch: Started, tmp_path: Path
 ) -> None:
-    watch = WorkWatch(launch, 3, kills(tmp_path), None)
+    watch = WorkWatch(launch, 3, kills(tmp_path), KernelLog(tmp_path), None)
     watch.look()
     assert launch.reports == [[6, 7, 8]]  # all have started
     before = usage_below(launch.workers().values())
@@ -94,7 +95,10 @@ def test_workers_work_that_spin_themselves_or_by_a_child_and_sleepers_do_not(
 def test_a_worker_that_reads_works_though_it_sleeps_most_of_the_time(tmp_path: Path) -> None:
     launch = Started(READS)
     try:
-        pid, watch = launch.workers()[0], WorkWatch(launch, 1, kills(tmp_path), None)
+        pid, watch = (
+            launch.workers()[0],
+            WorkWatch(launch, 1, kills(tmp_path), KernelLog(tmp_path), None),
+        )
         watch.look()
         first = usage_below([pid])[pid].moved_bytes  # after the look, which counts from less
         while usage_below([pid])[pid].moved_bytes < first + 4_000_000:

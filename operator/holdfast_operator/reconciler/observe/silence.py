@@ -1,0 +1,76 @@
+"""How long a job that trains has shown no progress, and how long it may. Pure.
+
+Ranks that train report steps. How long they may be silent is the job's own number, or a fixed one
+and beside it a shorter one that is learned (`holdfast_core.hang_limits`), for times in which no
+process works either. That is known only where the launchers of all ranks have reported work in this
+epoch: those of other controllers, and old ones, do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from holdfast_core.hang_limits import STEP_S
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.reconciler.observe.lookups import ranks_in
+from holdfast_operator.reconciler.observe.text import roughly
+from holdfast_operator.reconciler.observe.views import ClusterView, ControlState, RankView
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HangLimit:
+    """Silence of a job that trains which counts as a hang."""
+
+    steps_s: float
+    """Time without a step."""
+    quiet_s: float
+    """Time without a step or work; not longer than `steps_s`."""
+
+    def is_passed(self, ranks: Sequence[RankView]) -> bool:
+        """Whether the silence of `ranks`, which are at work, counts as a hang.
+
+        Args:
+            ranks: not empty.
+        """
+        idle_s = min(rank.idle_s for rank in ranks)
+        return idle_s >= self.steps_s or min(idle_s, _unworked_s(ranks)) >= self.quiet_s
+
+
+def _unworked_s(ranks: Sequence[RankView]) -> float:
+    """Time for which no process of `ranks` has worked; 0 if that is not known of all of them."""
+    since_s = [0.0 if rank.since_work_s is None else rank.since_work_s for rank in ranks]
+    return min(since_s, default=0.0)
+
+
+def hang_limit(job: MoETrainingJob, state: ControlState) -> HangLimit:
+    """The limit that applies to the job now."""
+    detection = job.spec.failure_policy.detection
+    if detection.hang_seconds is not None:
+        return HangLimit(steps_s=detection.hang_seconds, quiet_s=detection.hang_seconds)
+    return HangLimit(steps_s=detection.hang_limit_s, quiet_s=state.pauses.quiet_limit_s)
+
+
+def limit_in_words(job: MoETrainingJob, state: ControlState) -> str:
+    """After what silence a hang is noticed, and where that comes from."""
+    limit = hang_limit(job, state)
+    if job.spec.failure_policy.detection.hang_seconds is not None:
+        return f"a hang is noticed after {limit.steps_s:g} s without a step (hangSeconds)"
+    text = f"a hang is noticed after {limit.steps_s:g} s without a step"
+    if limit.quiet_s < limit.steps_s:
+        longest = roughly(state.pauses.longest_s + STEP_S)
+        text += f", or {limit.quiet_s:g} s if no process works (no pause took {longest} so far)"
+    return text
+
+
+def with_pauses(
+    observed: ClusterView, membership: Membership, state: ControlState, now: float
+) -> ControlState:
+    """`state`, which has learned from the pauses between the steps of a job that trains."""
+    ranks = [rank for rank in ranks_in(observed, membership) if rank.at_work]
+    step = max((rank.step for rank in ranks), default=0)
+    if state.started_from is None or step <= state.started_from:
+        return state
+    idle_s = min(rank.idle_s for rank in ranks)
+    return replace(state, pauses=state.pauses.follow(membership.epoch, step, idle_s, now))

@@ -1,0 +1,88 @@
+"""Lines of the kernel about ends of processes, and what follows from them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast_core.kernel_messages import (
+    TEXT_CHARACTERS_MAX,
+    KernelMessageKind,
+    explaining,
+    message_of,
+    messages_in,
+)
+from holdfast_core.states import EndReason
+
+KILLED = "Out of memory: Killed process 4242 (python3) total-vm:9kB, anon-rss:8kB, UID:0"
+IN_GROUP = "Memory cgroup out of memory: Killed process 4242 (pt main thread) total-vm:9kB"
+OFF_THE_BUS = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off"
+CLEANUP = "NVRM: Xid (PCI:0000:3b:00): 45, pid=4242, name=python3, Ch 00000008"
+CORRUPT = "Memory failure: 0x1234: Sending SIGBUS to python3:7 due to hardware memory corruption"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "pid"),
+    [
+        (KILLED, KernelMessageKind.OUT_OF_MEMORY, 4242),
+        (IN_GROUP, KernelMessageKind.OUT_OF_MEMORY, 4242),
+        ("Out of memory (oom_kill_allocating_task): Kill process 7 (a)", "out of memory", 7),
+        (OFF_THE_BUS, KernelMessageKind.HARDWARE, None),
+        ("NVRM: Xid (PCI:0000:0a:00): 48, pid='881', name=python3", "hardware", 881),
+        (CLEANUP, KernelMessageKind.GPU_PROGRAM, 4242),
+        (CORRUPT, KernelMessageKind.HARDWARE, None),
+    ],
+)
+def test_lines_about_ends_of_processes_are_recognised(
+    text: str, kind: KernelMessageKind, pid: int | None
+) -> None:
+    [message] = messages_in(f"6,1,99,-;usb 1-1: new device\n3,2,100,-,caller=T1;{text}\n KEY=x\n")
+    assert (message.kind, message.text, message.pid) == (kind, text, pid)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "oom_reaper: reaped process 4242 (python3), now anon-rss:0kB",
+        "NVRM: loading NVIDIA UNIX x86_64 Kernel Module",
+        "mce: [Hardware Error]: Machine check events logged",  # of errors that were corrected
+        "",
+    ],
+)
+def test_other_lines_are_not(text: str) -> None:
+    assert message_of(text) is None
+
+
+def test_what_a_process_wrote_into_its_name_is_made_printable_and_cut() -> None:
+    message = message_of(f"{KILLED} \x1b[31m\u202e{'x' * 1000}")
+    assert message is not None and message.text.isprintable() and message.text.isascii()
+    assert len(message.text) == TEXT_CHARACTERS_MAX
+
+
+@pytest.mark.parametrize(
+    ("texts", "pid", "short", "reason", "shown"),
+    [
+        ([KILLED], 4242, False, EndReason.OOM_KILLED, 1),
+        ([KILLED], 1, False, EndReason.UNKNOWN, 0),  # of another job on the node
+        ([KILLED], 1, True, EndReason.OOM_KILLED, 1),  # a worker of its data loader
+        ([], 1, True, EndReason.OOM_KILLED, 0),  # in a pod, without the log
+        ([OFF_THE_BUS], 1, False, EndReason.HARDWARE_FAULT, 1),
+        ([CLEANUP], 4242, False, EndReason.UNKNOWN, 1),  # it follows from any kill
+        ([CLEANUP], 1, False, EndReason.UNKNOWN, 0),
+        ([CLEANUP, OFF_THE_BUS], 4242, False, EndReason.HARDWARE_FAULT, 2),
+        ([OFF_THE_BUS, KILLED], 4242, False, EndReason.OOM_KILLED, 2),
+        ([], 1, False, EndReason.UNKNOWN, 0),
+    ],
+)
+def test_only_what_is_certain_explains_an_end(
+    texts: list[str], pid: int, short: bool, reason: EndReason, shown: int
+) -> None:
+    messages = [message for text in texts if (message := message_of(text)) is not None]
+    found, lines = explaining(messages, pid, short)
+    assert (found, len(lines)) == (reason, shown)
+
+
+@given(st.text())
+def test_no_text_is_too_strange(records: str) -> None:
+    assert all(message.text.isprintable() for message in messages_in(records))
