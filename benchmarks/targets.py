@@ -54,6 +54,7 @@ TARGETS: tuple[Target, ...] = (
     Target(key="persist_overhead_busy", figure="… with a rank on every core", at_most=None),
     Target(key="persist_overhead_bare", figure="… … floor: plain writes", at_most=None),
     Target(key="many_save_ms", figure="save() call, 20,000 small tensors", at_most=None),
+    Target(key="many_read", figure="… reading addresses and versions alone", at_most=None),
     Target(key="many_moved", figure="… looking for tensors that moved", at_most=None),
     Target(key="many_noted", figure="… recording what may not change", at_most=None),
     Target(key="many_forms", figure="… how they are read, beside training", at_most=None),

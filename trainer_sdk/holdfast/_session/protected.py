@@ -419,7 +419,8 @@ class ProtectedSession(WorldSession):
                 self._stale = True
                 raise
         self._gradients.settle()
-        extras = encode_extras(collect(self._live, self._stateful, handle.step))
+        live = self._live
+        extras = encode_extras(collect(live, self._stateful, handle.step, live.of_tensors))
         # The saver's thread takes them over; kept here until a task has carried them there.
         sources, self._sources = self._sources, None
         reseated, self._reseated = self._reseated, False

@@ -45,6 +45,7 @@ from holdfast._state.inventory import TensorInventory
 from holdfast._state.nested import Holders, with_nested
 from holdfast._state.parts import (
     Form,
+    are_dictionaries,
     check_form,
     check_value,
     form_of_state,
@@ -194,6 +195,9 @@ class LiveState:
         self._inventory: TensorInventory | None = None
         self._reforms = False
         """Whether this program turns tensors into other views of their memory."""
+        self.of_tensors: frozenset[int] = frozenset()
+        """Numbers of the optimizers whose states hold nothing but plain tensors, as of the last
+        `discover`, and as long as `has_moved` returns False."""
         self._tensors: dict[str, torch.Tensor] = {}
         self.watched = Watched({})
         """Tensors that must not change in place while they are copied."""
@@ -293,7 +297,8 @@ class LiveState:
 
     def _objects(self) -> list[object]:
         """List everything that `discover` looks at, in a fixed order, from remembered containers
-        rather than by walking the modules again."""
+        rather than by walking the modules again. States of `of_tensors` are listed unseen: if one
+        no longer holds only tensors, its values are other objects than at the last `discover`."""
         found: list[object] = []
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -308,11 +313,11 @@ class LiveState:
             )
         for modules in self._module_groups:
             found += modules.values()
-        for optimizer in self.optimizers:
+        for index, optimizer in enumerate(self.optimizers):
             optimizers = with_nested(optimizer, self.optimizers)
             found += optimizers[1:]
             states = list(chain.from_iterable(one.state.values() for one in optimizers))
-            if hold_only_tensors(states):
+            if index in self.of_tensors and are_dictionaries(states):
                 found += chain.from_iterable(map(dict.values, states))
                 continue
             for state in states:
@@ -340,6 +345,11 @@ class LiveState:
         self._parameter_groups = [g for m in modules for g in (m._parameters, m._buffers) if g]
         self._module_groups = [m._modules for m in modules if m._modules]
         self._empty = [g for m in modules for g in (m._parameters, m._buffers, m._modules) if not g]
+        self.of_tensors = frozenset(
+            index
+            for index, held in enumerate(self.holders)
+            if hold_only_tensors([*chain.from_iterable(s.values() for s in held.states())])
+        )
         self._inventory = TensorInventory(self._objects())
 
     def sources(self) -> tuple[TensorSource, ...]:

@@ -52,7 +52,7 @@ class Watched:
             (name, tensor)
             for name, one in tensors.items()
             # Of a DTensor either counter may rise: its own, or that of its local tensor.
-            for tensor in ((one,) if raw(one) is one else (one, raw(one)))
+            for tensor in ((_plain(one),) if raw(one) is one else (one, raw(one)))
             if not tensor.is_inference()
         ]
         self.names = [name for name, _ in counted]
@@ -123,6 +123,12 @@ class InPlaceCheck:
         sizes = [len(part) for part in watched.samples]
         both = zip(sample.split(sizes), self._sample.split(sizes), strict=True)
         return watched.sampled[next(i for i, (a, b) in enumerate(both) if not torch.equal(a, b))]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with the version counter of `tensor`, from which it is read in half the time if
+    `tensor` is a parameter."""
+    return tensor.detach() if type(tensor) is torch.nn.Parameter else tensor
 
 
 def _join(samples: Sequence[torch.Tensor]) -> torch.Tensor:
