@@ -27,6 +27,7 @@ from holdfast._capture.routers import Routers
 from holdfast._capture.strategy import CaptureStrategy, SaveCall
 from holdfast._capture.tokens import Tokens
 from holdfast._checking.recording import WATCH, Watched
+from holdfast._copying.device_hashes import hasher_of_process
 from holdfast._copying.devices import Device
 from holdfast._copying.engine import CopyEngine
 from holdfast._daemon.client import DaemonClient, LiveRequest
@@ -86,7 +87,8 @@ class ProtectedSession(WorldSession):
     ) -> None:
         self._live, self._interval, self._stateful = live, interval, dict(stateful)
         self._settings, self._device = settings, device
-        engine = self._engine = CopyEngine(settings.copy_threads, device)
+        hasher = hasher_of_process() if settings.device_checksums and device.members() else None
+        engine = self._engine = CopyEngine(settings.copy_threads, device, hasher)
         rules = strategy.rules
         self._takes_apart = strategy.leaves_out or bool(rules.window)
         self._repeats = bool(rules.window)

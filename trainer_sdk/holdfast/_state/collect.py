@@ -229,9 +229,7 @@ def _optimizer_state(live: LiveState, index: int, *, of_tensors: bool) -> dict[s
     return state
 
 
-def _values_of(
-    live: LiveState, index: int, optimizer: Any, *, of_tensors: bool
-) -> dict[str, Any]:
+def _values_of(live: LiveState, index: int, optimizer: Any, *, of_tensors: bool) -> dict[str, Any]:
     """Collect the state of an optimizer that is not a tensor of a unit: plain values, and the forms
     of values with tensors inside."""
     scalars: dict[str, dict[Any, Any]] = {}
