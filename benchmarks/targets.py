@@ -56,7 +56,7 @@ TARGETS: tuple[Target, ...] = (
     Target(key="many_save_ms", figure="save() call, 20,000 small tensors", at_most=None),
     Target(key="many_read", figure="… reading addresses and versions alone", at_most=None),
     Target(key="many_moved", figure="… looking for tensors that moved", at_most=None),
-    Target(key="many_noted", figure="… recording what may not change", at_most=None),
+    Target(key="many_noted", figure="… noting the rest of what may not change", at_most=None),
     Target(key="many_forms", figure="… how they are read, beside training", at_most=None),
     Target(key="many_checked", figure="… … compared, beside training", at_most=None),
     Target(key="stay_rank_step", figure="rank crash to the next step", at_most=1.0),

@@ -42,7 +42,7 @@ from holdfast._session import torch_waits
 from holdfast._session.interface import TrainingState, WorldSession
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState, TensorSource
-from holdfast._state.collect import Stateful, collect
+from holdfast._state.collect import Stateful, collect, states_of
 from holdfast._state.extras import encode_extras
 from holdfast._state.in_place import InPlaceCheck
 from holdfast._state.nested import StepHooks, notices_steps
@@ -398,8 +398,11 @@ class ProtectedSession(WorldSession):
 
     @torch.inference_mode(False)  # what is made in that mode cannot be written outside of it
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
+        # Call the program's own code first: it may swap tensors, and change them back.
+        states = states_of(self._stateful)
         with torch.no_grad():
-            if self._stale or self._live.has_moved():
+            versions = None if self._stale else self._live.unmoved_versions()
+            if versions is None:
                 self._stale = True  # until all of this has succeeded
                 self._live.begun.forms.check()
                 found = self._live.discover()
@@ -422,7 +425,7 @@ class ProtectedSession(WorldSession):
                 raise
         self._gradients.settle()
         live = self._live
-        extras = encode_extras(collect(live, self._stateful, handle.step, live.of_tensors))
+        extras = encode_extras(collect(live, states, handle.step, live.of_tensors))
         # The saver's thread takes them over; kept here until a task has carried them there.
         sources, self._sources = self._sources, None
         reseated, self._reseated = self._reseated, False
@@ -445,7 +448,7 @@ class ProtectedSession(WorldSession):
             fence=self._device.fence(),
             copies=copies,
             tokens=tokens,
-            unchanged=InPlaceCheck(self._live.watched) if copies else None,
+            unchanged=InPlaceCheck(live.watched, versions) if copies else None,
             reseated=reseated,
         )
 

@@ -197,7 +197,7 @@ class LiveState:
         """Whether this program turns tensors into other views of their memory."""
         self.of_tensors: frozenset[int] = frozenset()
         """Numbers of the optimizers whose states hold nothing but plain tensors, as of the last
-        `discover`, and as long as `has_moved` returns False."""
+        `discover`, and as long as nothing has moved since."""
         self._tensors: dict[str, torch.Tensor] = {}
         self.watched = Watched({})
         """Tensors that must not change in place while they are copied."""
@@ -272,17 +272,18 @@ class LiveState:
         known = self._inventory
         return known is None or any(self._empty) or known.differs(self._objects())
 
-    def has_moved(self) -> bool:
-        """Whether any tensor has moved, appeared or vanished since `discover`. One that only has
-        another form at its address is found by `InPlaceCheck.check_forms`; from then on, by this
-        method as well."""
+    def unmoved_versions(self) -> list[int] | None:
+        """Read the version counters of `watched.listed`. Return None if any tensor has moved,
+        appeared or vanished since `discover`. One that only has another form at its address is
+        found by `InPlaceCheck.check_forms`; from then on, by this method as well."""
         known = self._inventory
         if known is None or any(self._empty):
-            return True
+            return None
         if known.reformed:
             self._reforms = True
-        objects = self._objects()
-        return known.differs(objects) if self._reforms else known.has_moved(objects)
+        if self._reforms and known.has_reformed():
+            return None
+        return known.unmoved_versions(self._objects())
 
     def compared_tensors(self, device_bytes_max: int) -> dict[str, torch.Tensor]:
         """Return the local parts of all parameters and optimizer states by name, as of the last
@@ -350,7 +351,9 @@ class LiveState:
             for index, held in enumerate(self.holders)
             if hold_only_tensors([*chain.from_iterable(s.values() for s in held.states())])
         )
-        self._inventory = TensorInventory(self._objects())
+        watched = {id(one): one for one in map(raw, self._tensors.values())}
+        counted = {number for number, one in watched.items() if not one.is_inference()}
+        self._inventory = TensorInventory(self._objects(), counted)
 
     def sources(self) -> tuple[TensorSource, ...]:
         """Return all tensors. They are discovered again only if something has changed."""
@@ -394,7 +397,7 @@ class LiveState:
             seen.add(source.name)
         self.changed_buffers = self._changed_buffers(modules)
         self._remember()
-        self.watched = Watched(self._tensors, None if self._reforms else self._inventory)
+        self.watched = Watched(self._tensors, self._inventory, check_forms=not self._reforms)
         self._found = tuple(found)
         on_cuda = {source.tensor.get_device() for source in found if source.tensor.is_cuda}
         self.cuda_devices = tuple(sorted(on_cuda))

@@ -63,20 +63,23 @@ class RandomGenerators:
         _load_rng_states(self.states, range(torch.cuda.device_count()))
 
 
+def states_of(stateful: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Take the states of stateful objects."""
+    return {name: item.state_dict() for name, item in stateful.items()}
+
+
 def collect(
-    live: LiveState,
-    stateful: Mapping[str, Stateful],
-    step: int,
-    of_tensors: Collection[int] = (),
+    live: LiveState, states: Mapping[str, Any], step: int, of_tensors: Collection[int] = ()
 ) -> dict[str, Any]:
     """Collect the extras of this rank after `step`.
 
     Args:
+        states: the states of stateful objects.
         of_tensors: numbers of the optimizers whose states are known to hold only plain tensors.
     """
     return {
         "step": step,
-        "stateful": {name: item.state_dict() for name, item in stateful.items()},
+        "stateful": states,
         "optimizers": [
             _optimizer_state(live, index, of_tensors=index in of_tensors)
             for index in range(len(live.optimizers))
