@@ -16,7 +16,6 @@ the hash and the copy.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -380,7 +379,7 @@ def _compare(kernel: Kernel, device: torch.device, piece_bytes: int) -> None:
     backwards = torch.arange(count - 1, -1, -1, device=device)
     hashes.add(found[0].pieces[::-1], kernel(table, backwards))
     hashes.write(digests)
-    view = memoryview(known)
+    view = known.data
     expected = [xxh3_64_intdigest(view[at : at + size]) for at in range(0, count * size, size)]
     if digests.tolist() != expected:
         wrong = sum(a != b for a, b in zip(digests.tolist(), expected, strict=True))
@@ -406,7 +405,6 @@ def hasher_of_process() -> DeviceHasher:
 
 def triton_kernel(device: torch.device, piece_bytes: int) -> Kernel:
     """Make the Triton kernel. Raises ImportError where Triton is not installed."""
-    kernel: Kernel = importlib.import_module("holdfast._copying.xxh3_kernel").PieceKernel(
-        device, piece_bytes
-    )
-    return kernel
+    from holdfast._copying.xxh3_kernel import PieceKernel  # noqa: PLC0415
+
+    return PieceKernel(device, piece_bytes)

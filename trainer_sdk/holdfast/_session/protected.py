@@ -87,8 +87,7 @@ class ProtectedSession(WorldSession):
     ) -> None:
         self._live, self._interval, self._stateful = live, interval, dict(stateful)
         self._settings, self._device = settings, device
-        hasher = hasher_of_process() if settings.device_checksums and device.members() else None
-        engine = self._engine = CopyEngine(settings.copy_threads, device, hasher)
+        engine = self._engine = _engine_of(device, settings)
         rules = strategy.rules
         self._takes_apart = strategy.leaves_out or bool(rules.window)
         self._repeats = bool(rules.window)
@@ -424,8 +423,8 @@ class ProtectedSession(WorldSession):
                 self._stale = True
                 raise
         self._gradients.settle()
-        live = self._live
-        extras = encode_extras(collect(live, states, handle.step, live.of_tensors))
+        of_tensors = self._live.of_tensors
+        extras = encode_extras(collect(self._live, states, handle.step, of_tensors))
         # The saver's thread takes them over; kept here until a task has carried them there.
         sources, self._sources = self._sources, None
         reseated, self._reseated = self._reseated, False
@@ -448,7 +447,7 @@ class ProtectedSession(WorldSession):
             fence=self._device.fence(),
             copies=copies,
             tokens=tokens,
-            unchanged=InPlaceCheck(live.watched, versions) if copies else None,
+            unchanged=InPlaceCheck(self._live.watched, versions) if copies else None,
             reseated=reseated,
         )
 
@@ -538,6 +537,11 @@ class ProtectedSession(WorldSession):
             self._routers.remove()
         self._saver.close(self._settings.rpc_timeout_s)
         self._interval.close(self._settings.rpc_timeout_s)
+
+
+def _engine_of(device: Device, settings: Settings) -> CopyEngine:
+    hashes = settings.device_checksums and bool(device.members())
+    return CopyEngine(settings.copy_threads, device, hasher_of_process() if hashes else None)
 
 
 def _warn_of_unheld_state(optimizers: Sequence[object]) -> None:

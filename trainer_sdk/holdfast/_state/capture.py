@@ -166,6 +166,10 @@ class LiveState:
             not one of the model.
     """
 
+    of_tensors: frozenset[int] = frozenset()
+    """Numbers of the optimizers whose states hold nothing but plain tensors, as of the last
+    `discover`, and as long as nothing has moved since."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -195,9 +199,6 @@ class LiveState:
         self._inventory: TensorInventory | None = None
         self._reforms = False
         """Whether this program turns tensors into other views of their memory."""
-        self.of_tensors: frozenset[int] = frozenset()
-        """Numbers of the optimizers whose states hold nothing but plain tensors, as of the last
-        `discover`, and as long as nothing has moved since."""
         self._tensors: dict[str, torch.Tensor] = {}
         self.watched = Watched({})
         """Tensors that must not change in place while they are copied."""
