@@ -1,9 +1,10 @@
 """Cost of a save on the training thread when the state is many small tensors.
 
-`many_save_ms` is the call. Within it, `many_moved` is the search for tensors that moved, and
-`many_noted` records what shows whether training overtakes the save. On the saver's thread,
-`many_forms` is the search for tensors that are read differently, before the copy, and
-`many_checked` compares with the records, after the copy.
+`many_save_ms` is the call. `many_read` is the least that any such call takes: to read the address
+and the version counter of each tensor once. Within the call, `many_moved` reads both to find out
+whether a tensor has moved, and `many_noted` notes the rest of what shows whether training overtakes
+the save. On the saver's thread, `many_forms` is the search for tensors that are read differently,
+before the copy, and `many_checked` compares with the notes, after the copy.
 
     python -m benchmarks.many_tensors --out FILE
 """
@@ -14,6 +15,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,7 +45,10 @@ def measure() -> Outcome:
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*(parameter.detach() for parameter in parameters), *states]
     saves: list[float] = []
+    read: list[float] = []
     moved: list[float] = []
     noted: list[float] = []
     forms: list[float] = []
@@ -60,15 +65,26 @@ def measure() -> Outcome:
                 handle = session.save(step)
                 saves.append(time.perf_counter() - began_s)
                 handle.committed.result(WITHIN_S)
-                moved.append(timed(session.live.has_moved))
-                forms.append(timed(InPlaceCheck(session.live.watched).check_forms))
-                noted.append(timed(lambda: InPlaceCheck(session.live.watched)))
-                checked.append(timed(InPlaceCheck(session.live.watched).check))
-    return Outcome(rows=_rows(saves, moved, noted, forms, checked))
+                read.append(timed(partial(_read, tensors)))
+                live, began_s = session.live, time.perf_counter()
+                versions = live.unmoved_versions()
+                moved.append(time.perf_counter() - began_s)
+                noted.append(timed(partial(InPlaceCheck, live.watched, versions)))
+                forms.append(timed(InPlaceCheck(live.watched).check_forms))
+                checked.append(timed(InPlaceCheck(live.watched).check))
+    return Outcome(rows=_rows(saves, read, moved, noted, forms, checked))
+
+
+def _read(tensors: Sequence[torch.Tensor]) -> None:
+    """Read the address and the version counter of each tensor."""
+    for tensor in tensors:
+        tensor.data_ptr()
+        tensor._version  # noqa: B018
 
 
 def _rows(
     saves: Sequence[float],
+    read: Sequence[float],
     moved: Sequence[float],
     noted: Sequence[float],
     forms: Sequence[float],
@@ -79,8 +95,9 @@ def _rows(
 
     return {
         "many_save_ms": milliseconds(saves[WARM_UPS:], f"the call, with {TENSORS} small tensors"),
-        "many_moved": of_save(moved, "has a tensor moved?"),
-        "many_noted": of_save(noted, "records that show whether training overtakes the save"),
+        "many_read": of_save(read, "address and version of each tensor, read once"),
+        "many_moved": of_save(moved, "has a tensor moved? Reads both"),
+        "many_noted": of_save(noted, "other notes that show whether training overtakes the save"),
         "many_forms": of_save(forms, "is one read differently? On the saver's thread"),
         "many_checked": of_save(checked, "comparison with them, on the saver's thread"),
     }

@@ -5,6 +5,7 @@ all bytes from or to pinned memory, in one piece. For tensors of several sizes:
 
 - `arena_copy_*`: the device's copies into the arena, nothing else;
 - `staged_*_threads_N`: a snapshot's bytes, copied and hashed with N threads;
+- `staged_*_hashed_on_device`: the same with two threads, hashed on the device;
 - `restored_*_threads_N`: the way back out of a mapping that was just made, verified;
 - `first_use`: the daemon allocates the arena, and it is mapped and pinned, against an allocation of
   as many pinned bytes by torch.
@@ -24,6 +25,7 @@ from benchmarks.gpu.arenas import OpenArena, opened_arena
 from benchmarks.gpu.results import Goal, Results, in_turn, run
 from benchmarks.gpu.room import GIB, MIB, cores, state_bytes
 from benchmarks.measure import timed
+from holdfast._copying.device_hashes import DeviceHasher, triton_kernel
 from holdfast._copying.engine import CopyEngine, CopyPlan, plan_copy
 from holdfast._copying.gathering import GATHERED_BYTES_MAX
 from holdfast_core.snapshots.layouts import PIECE_BYTES
@@ -60,6 +62,12 @@ def measure(results: Results) -> None:
             for threads in sorted({FEW_THREADS, min(cores(), MANY_THREADS)}):
                 tensors, name_of = _apart(state[part], size), f"{name}_threads_{threads}"
                 _snapshots(results, name_of, of_part, tensors, threads, pinned[part])
+            if results.on_gpu:
+                tensors, name_of = _apart(state[part], size), f"{name}_hashed_on_device"
+                hasher = DeviceHasher(triton_kernel)
+                _snapshots(
+                    results, name_of, of_part, tensors, FEW_THREADS, pinned[part], hasher=hasher
+                )
 
 
 def random_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -124,10 +132,13 @@ def _snapshots(
     tensors: Sequence[torch.Tensor],
     threads: int,
     pinned: torch.Tensor,
+    *,
+    hasher: DeviceHasher | None = None,
 ) -> None:
     plan, whole = plan_of(tensors), torch.cat([*tensors])
     digests: list[bytes] = []
-    with _engine(threads, arena) as engine:
+    with _engine(threads, arena, hasher) as engine:
+        engine.prepare(PIECE_BYTES)
 
         def stage() -> None:
             captured = engine.capture(plan, arena.placed, arena.device.fence())
@@ -150,12 +161,15 @@ def _snapshots(
             results.rates(f"restored_{name}", pinned.numel(), pairs, "pinned copy back")
 
         results.attempt(f"staged_{name}", staged)
-        results.attempt(f"restored_{name}", restored)
+        if hasher is None:  # a restore is the same with it
+            results.attempt(f"restored_{name}", restored)
 
 
 @contextmanager
-def _engine(threads: int, arena: OpenArena) -> Iterator[CopyEngine]:
-    engine = CopyEngine(threads, arena.device)
+def _engine(
+    threads: int, arena: OpenArena, hasher: DeviceHasher | None = None
+) -> Iterator[CopyEngine]:
+    engine = CopyEngine(threads, arena.device, hasher)
     try:
         yield engine
     finally:

@@ -5,8 +5,9 @@ node's memory has room for, and it accumulates the gradients of so many micro-ba
 `STEP_S_PER_GIB`. Blocks of steps with and without snapshots take turns, in one process, with a real
 daemon. A block with snapshots contains whole copies: the optimizer waits for each of them.
 
-- `step_threads_N`: with N threads that copy and hash; `ratio` is in percent;
-- `step_skipped_threads_N`: saves that were skipped or failed, which would make a step look cheap.
+- `step_threads_N`: with N threads that copy, while the device hashes; `ratio` is in percent;
+- `step_hashing_threads_N`: with N threads that also hash;
+- `step_skipped_…`: saves that were skipped or failed, which would make a step look cheap.
 
     python -m benchmarks.gpu.step --out FILE.json
 """
@@ -33,7 +34,8 @@ STEPS = 3
 """Steps of one block."""
 
 BLOCKS = 4
-THREADS = (2, 8, 1)
+THREADS = ((2, True), (2, False), (8, False), (1, True))
+"""Numbers of threads, and whether the device hashes."""
 WITHIN_S = 60.0
 LONGER = Goal(limit=2.0)
 NONE_SKIPPED = Goal(limit=0.0)
@@ -51,15 +53,17 @@ def measure(results: Results) -> None:
         _calibrate(results, training)
     results.state("state_bytes", training.state_bytes)
     results.state("tokens_per_step", training.micro_batches * shape.tokens)
-    counts = list(dict.fromkeys(min(threads, cores()) for threads in THREADS))
+    kinds = list(dict.fromkeys((min(threads, cores()), there) for threads, there in THREADS))
     with one_daemon(training.state_bytes) as daemon:
         saved = 0
-        for threads in counts:
+        for threads, there in kinds:
+            name = f"{'' if there else 'hashing_'}threads_{threads}"
+            tuned = holdfast.Settings(copy_threads=threads, device_checksums=there)
             blocks = 2 if results.small else BLOCKS
-            compare = partial(_compare, results, training, daemon, threads, blocks, saved)
+            compare = partial(_compare, results, training, daemon, name, tuned, blocks, saved)
             # Set-up takes as long as some blocks do.
             least_s = 2 * (blocks + 4) * STEPS * STEP_S_PER_GIB * training.state_bytes / GIB
-            results.attempt(f"step_threads_{threads}", compare, least_s)
+            results.attempt(f"step_{name}", compare, least_s)
             saved += (blocks + 1) * STEPS
 
 
@@ -82,7 +86,13 @@ def _calibrate(results: Results, training: Training) -> None:
 
 
 def _compare(
-    results: Results, training: Training, daemon: Daemon, threads: int, blocks: int, saved: int
+    results: Results,
+    training: Training,
+    daemon: Daemon,
+    name: str,
+    settings: holdfast.Settings,
+    blocks: int,
+    saved: int,
 ) -> None:
     """Compare steps with and without snapshots; those before ended with step `saved`."""
     session = holdfast.init(
@@ -91,7 +101,7 @@ def _compare(
         socket=daemon.socket,
         job=JOB,
         rank=0,
-        settings=holdfast.Settings(copy_threads=threads),
+        settings=settings,
     )
     saves: list[holdfast.SaveHandle] = []
 
@@ -111,12 +121,13 @@ def _compare(
         pairs = in_turn(with_saves, without, results.device, blocks, warm_ups=1)
         futures.wait([save.committed for save in saves], WITHIN_S)
     pairs = [(ours / STEPS, floor / STEPS) for ours, floor in pairs]
-    results.longer(f"step_threads_{threads}", pairs, "the step without snapshots", LONGER)
+    results.state(f"step_{name}_hashed_on_device_bytes", session.counters.hashed_on_device_bytes)
+    results.longer(f"step_{name}", pairs, "the step without snapshots", LONGER)
     failures = [save.committed.exception(0) for save in saves]
     errors = [str(failure) for failure in failures if failure is not None]
-    results.plain(f"step_skipped_threads_{threads}", [len(errors)], "saves", NONE_SKIPPED)
+    results.plain(f"step_skipped_{name}", [len(errors)], "saves", NONE_SKIPPED)
     if errors:
-        results.state(f"step_skipped_threads_{threads}", errors[0])
+        results.state(f"step_skipped_{name}", errors[0])
 
 
 if __name__ == "__main__":

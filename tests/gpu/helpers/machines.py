@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
+from host_kernel import HostKernel
 
+from holdfast._copying.device_hashes import DeviceHasher, hasher_of_process
 from holdfast._copying.devices import CpuDevice, Device, DeviceMove, Download, Fence, device_of
 from holdfast._copying.engine import CopyPlan, plan_copy, with_device_moves
 from holdfast._copying.placed import Placed
@@ -64,6 +66,9 @@ class LateDevice(CpuDevice):
         self._queue: list[Callable[[], object]] = []
         self._done = 0
         self._reaching = threading.Lock()  # threads of the engine wait until the work is done
+
+    def members(self) -> Sequence[torch.device]:
+        return [torch.device("cpu")]
 
     def later(self, work: Callable[[], object]) -> None:
         self._queue.append(work)
@@ -125,6 +130,10 @@ class Machine:
     def copier(self) -> Device:
         """The device for an engine: CUDA's, or one that plays it."""
         return device_of([torch.empty(0, device=self.kind)]) if self.is_cuda else self.late
+
+    def hasher(self) -> DeviceHasher:
+        """The hasher for an engine: that of the process, or one that needs no device."""
+        return hasher_of_process() if self.is_cuda else DeviceHasher(HostKernel)
 
     def plan(
         self, parts: Sequence[Part], staged: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()

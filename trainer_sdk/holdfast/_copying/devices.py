@@ -43,6 +43,14 @@ class DeviceMove:
     """Bytes of the tensor: uint8 [nbytes], on the device."""
 
 
+class GroupCopy(Protocol):
+    """Work of a device that has begun, such as the copies of a group."""
+
+    def wait(self) -> None: ...
+
+    def is_over(self) -> bool: ...
+
+
 class Download(Protocol):
     """Copies into a slot that a device makes by itself, a little ahead of the waiting threads."""
 
@@ -58,6 +66,9 @@ class Download(Protocol):
 
 class Device(Protocol):
     """A device that copies between a slot and tensors outside of host memory."""
+
+    def members(self) -> Sequence[torch.device]:
+        """Return the devices with tensors outside of host memory."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin an arena's mapping if possible, so that copies into it are direct."""
@@ -75,6 +86,9 @@ class Device(Protocol):
 
     def after(self, fence: Fence) -> AbstractContextManager[None]:
         """Run this thread's tensor operations after the fence, concurrently with training."""
+
+    def arrival(self) -> GroupCopy:
+        """Mark the end of all work that was queued within `after`. Any thread may call it."""
 
     def download(
         self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
@@ -97,14 +111,6 @@ class Device(Protocol):
     ) -> None:
         """Copy to the device, after the fence. `buffer` has the bytes of the slot from `start` on.
         Returns when the bytes have arrived. Any thread may call it."""
-
-
-class GroupCopy(Protocol):
-    """The copies of a group, which have begun."""
-
-    def wait(self) -> None: ...
-
-    def is_over(self) -> bool: ...
 
 
 class PacedDownload:
@@ -144,8 +150,20 @@ class PacedDownload:
                     self._begun.append(self._begin(len(self._begun)))
 
 
+class _Done:
+    """Work that was done at once."""
+
+    def wait(self) -> None: ...
+
+    def is_over(self) -> bool:
+        return True
+
+
 class CpuDevice:
     """The device of a process whose tensors are all in host memory."""
+
+    def members(self) -> Sequence[torch.device]:
+        return ()
 
     def register(self, address: int, nbytes: int) -> None:
         del address, nbytes
@@ -163,6 +181,9 @@ class CpuDevice:
     def after(self, fence: Fence) -> AbstractContextManager[None]:
         del fence
         return nullcontext()
+
+    def arrival(self) -> GroupCopy:
+        return _Done()
 
     def download(
         self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
@@ -201,6 +222,9 @@ class CudaDevice:
         """The buffer of each copying thread."""
         self._buffers = Buffers()
 
+    def members(self) -> Sequence[torch.device]:
+        return [torch.device("cuda", index) for index in self._streams]
+
     def register(self, address: int, nbytes: int) -> None:
         with torch.cuda.device(self._first):  # Otherwise device 0 would get a context as well.
             self._pinning.pin(address, nbytes)
@@ -232,6 +256,9 @@ class CudaDevice:
                 if isinstance(fence, dict):
                     stream.wait_event(fence[index])
             yield
+
+    def arrival(self) -> GroupCopy:
+        return _Arrival([*self._streams.values()])
 
     def download(
         self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence

@@ -8,7 +8,8 @@ as long as a plain memcpy, and one thread takes 1.2 times as long.
 A device that copies by itself is several times as fast as a thread that hashes, but its copies slow
 down its computations. So the copies stay only a little ahead of the hashes, until training needs
 the tensors. Then the device copies the rest at once, the capture reports that everything is copied,
-and it continues to hash the slot while training changes the tensors.
+and it continues to hash the slot while training changes the tensors. Pieces whose bytes are all on
+one device are hashed there, before they are copied, if the engine has a hasher that can.
 
 The `CopyPlan` contains everything that can be computed beforehand. This module must not depend on
 units, ranks or daemons.
@@ -33,7 +34,8 @@ from holdfast._copying.arena import populate
 from holdfast._copying.bubbles import Bubbles, PieceBlock
 from holdfast._copying.collector import without_collector
 from holdfast._copying.cores import apart
-from holdfast._copying.devices import Device, DeviceMove, Download, Fence
+from holdfast._copying.device_hashes import DeviceHasher, DevicePieces, HashesOnDevice
+from holdfast._copying.devices import Device, DeviceMove, Download, Fence, GroupCopy
 from holdfast._copying.gathering import GATHERED_BYTES_MAX, Gather, gather
 from holdfast._copying.placed import Flags, Placed
 from holdfast._copying.strided import copy_of_span
@@ -70,6 +72,8 @@ class CopyPlan:
     """Pairs of a contiguous staging tensor and a live tensor that is not contiguous."""
     gather: Gather = field(default=Gather())
     """Small tensors on a device, which `device_moves` copies together in runs."""
+    on_device: DevicePieces = field(default_factory=DevicePieces, compare=False)
+    """The pieces whose bytes are all on one device."""
 
 
 def _nothing() -> None:
@@ -90,13 +94,30 @@ class BadPieceError(Exception):
 
 
 class CopyEngine:
-    """Engine that copies with `threads` threads, including the calling one."""
+    """Engine that copies with `threads` threads, including the calling one.
 
-    def __init__(self, threads: int, device: Device) -> None:
-        self._device = device
+    Args:
+        hasher: hashes the pieces that are on a device; None leaves all pieces to the threads.
+    """
+
+    def __init__(self, threads: int, device: Device, hasher: DeviceHasher | None = None) -> None:
+        self._device, self._hasher = device, hasher
+        self.hashed_on_device_bytes = 0
+        """Bytes of the newest capture that were hashed on the devices that hold them."""
         self._busy = False
         """Whether the threads have work."""
         self._helpers = [_Helper(index) for index in range(threads - 1)]
+
+    def prepare(self, piece_bytes: int) -> None:
+        """Find out which devices can hash pieces of this size, so that the first capture need not
+        be hashed by threads. Takes seconds where there are devices."""
+        if self._hasher is not None:
+            self._hasher.prepare(self._device.members(), piece_bytes)
+
+    @property
+    def hashing(self) -> str:
+        """Which devices hash their pieces, and why others do not; empty without devices."""
+        return "" if self._hasher is None else self._hasher.state
 
     def capture(
         self,
@@ -129,9 +150,13 @@ class CopyEngine:
                 for staging, live in plan.staged:
                     here = staging.device == live.device
                     staging.copy_(live if here else copy_of_span(live, staging.device))
+        hashes = None
         with torch.no_grad(), self._device.after(fence):
             plan.gather.collect()
-        capture = _Capture(self._device, plan, target, fence, skip, copied, hurry)
+            if self._hasher is not None:
+                count = target.layout.extras_offset // plan.piece_bytes
+                hashes = self._hasher.begin(plan.on_device, count, skip)
+        capture = _Capture(self._device, plan, target, fence, skip, copied, hurry, hashes)
         feed = None
         if bubbles is None:
             capture.begin()
@@ -141,6 +166,11 @@ class CopyEngine:
             feed = bubbles.feed(sizes)
         self._run(capture.block, capture.blocks, feed, capture.look)
         capture.end()
+        self.hashed_on_device_bytes = 0
+        if hashes is not None:
+            with self._device.after(None):
+                hashes.write(capture.digests)
+            self.hashed_on_device_bytes = int(hashes.on_device.sum()) * plan.piece_bytes
         return capture.digests
 
     def hash_rest(self, target: Placed, digests: Digests, written: Flags) -> None:
@@ -272,6 +302,8 @@ class CopyEngine:
         """End the threads."""
         for helper in self._helpers:
             helper.end()
+        if self._hasher is not None:
+            self._hasher.close()
 
     def _run(
         self,
@@ -314,6 +346,7 @@ class _Capture:
     Args:
         copied: called once, when everything is copied.
         hurry: whether there is no time to lose.
+        hashes: digests that devices compute, in front of the copies; None for none.
     """
 
     def __init__(
@@ -325,12 +358,20 @@ class _Capture:
         skip: Flags | None,
         copied: Callable[[], None],
         hurry: Callable[[], bool],
+        hashes: HashesOnDevice | None,
     ) -> None:
         self._device, self._fence, self._target = device, fence, target
         self._hurry = hurry
         self._size, self._end = plan.piece_bytes, target.layout.extras_offset
         count = piece_count(self._end, self._size)
         self.digests: Digests = np.zeros(count, dtype="<u8")
+        self._on_device: Flags = np.zeros(count, dtype=bool)
+        """Marks the pieces that devices hash."""
+        self._hashed: GroupCopy | None = None
+        """Their hashes, until which tensors may not change; None for none."""
+        if hashes is not None and hashes.on_device.any():
+            self._on_device[: len(hashes.on_device)] = hashes.on_device
+            self._hashed = device.arrival()
         self.blocks = _blocks(count, skip)
         slots, slot_bytes = target.slots(count), target.layout.slot_bytes
         self._bases = [slot * slot_bytes for slot in slots]
@@ -370,7 +411,7 @@ class _Capture:
             if download is None:
                 self._copy_piece(piece)
             base, at = self._bases[piece], piece * size
-            if at + size <= self._end:
+            if at + size <= self._end and not self._on_device[piece]:
                 view = self._target.arena[base + at : base + at + size]
                 self.digests[piece] = xxh3_64_intdigest(view)
 
@@ -381,7 +422,7 @@ class _Capture:
             return
         if self._hurry():
             download.hurry()
-        if download.is_over():
+        if download.is_over() and (self._hashed is None or self._hashed.is_over()):
             for first in self.blocks if self._host_moves else ():
                 self._from_host.do(first, self._copy_from_host)
             self.end()
@@ -390,6 +431,8 @@ class _Capture:
         """State that everything is copied, unless it was stated."""
         copied, self._copied = self._copied, None
         if copied is not None:
+            if self._hashed is not None:
+                self._hashed.wait()
             copied()
 
     def _copy_from_host(self, first: int) -> None:
@@ -490,8 +533,10 @@ def with_device_moves(
     """Complete `plan` with the `moves` from and to a device, which are in the order of the slot."""
     cut, gathered = gather(moves, plan.piece_bytes, gathered_bytes_max)
     block_bytes = plan.piece_bytes * BLOCK_PIECES
+    from_host = [bool(of_piece) for of_piece in plan.host_moves]
     return replace(
         plan,
+        on_device=DevicePieces(cut, from_host, plan.piece_bytes),
         device_moves=_by_block(cut, block_bytes),
         device_groups=_by_block(cut, block_bytes * GROUP_BLOCKS),
         gather=gathered,

@@ -193,6 +193,8 @@ class SavePipeline:
             # Open: make sure that the daemon has an arena with the layout of these tensors.
             self._open(task, tensors, plan)
             if not task.copies:
+                assert self._link.layout is not None
+                self._engine.prepare(self._link.layout.piece_bytes)
                 task.handle._reach(task.handle.staged)
                 return
             # Grant: choose what to capture and get a slot. From here on training may not change
@@ -436,6 +438,9 @@ class SavePipeline:
         )
         # Everything is copied and hashed: note it, and let the strategy write the record.
         task.hashed.set()
+        counters = self._tally.counters
+        counters.hashed_on_device_bytes = self._engine.hashed_on_device_bytes
+        counters.hashing = self._engine.hashing
         _note_copied(snapshot, choice, digests)
         return self.strategy.record(generation, call, choice, live)
 

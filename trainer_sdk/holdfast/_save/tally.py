@@ -42,6 +42,11 @@ class SaveCounters:
     """Time from the call of the newest staged save until training could change its tensors."""
     copied_bytes: int = 0
     """Bytes of tensors that the newest staged save copied."""
+    hashed_on_device_bytes: int = 0
+    """Bytes of them whose checksums were computed on the devices that hold the tensors."""
+    hashing: str = ""
+    """Which devices compute checksums, and why threads do it for others; empty for tensors in host
+    memory."""
     interval_steps: int = 0
     """Steps from one snapshot to the next, if the interval is measured; otherwise 0."""
     window_steps: int = 0

@@ -27,6 +27,7 @@ from holdfast._capture.routers import Routers
 from holdfast._capture.strategy import CaptureStrategy, SaveCall
 from holdfast._capture.tokens import Tokens
 from holdfast._checking.recording import WATCH, Watched
+from holdfast._copying.device_hashes import hasher_of_process
 from holdfast._copying.devices import Device
 from holdfast._copying.engine import CopyEngine
 from holdfast._daemon.client import DaemonClient, LiveRequest
@@ -41,7 +42,7 @@ from holdfast._session import torch_waits
 from holdfast._session.interface import TrainingState, WorldSession
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState, TensorSource
-from holdfast._state.collect import Stateful, collect
+from holdfast._state.collect import Stateful, collect, states_of
 from holdfast._state.extras import encode_extras
 from holdfast._state.in_place import InPlaceCheck
 from holdfast._state.nested import StepHooks, notices_steps
@@ -86,7 +87,7 @@ class ProtectedSession(WorldSession):
     ) -> None:
         self._live, self._interval, self._stateful = live, interval, dict(stateful)
         self._settings, self._device = settings, device
-        engine = self._engine = CopyEngine(settings.copy_threads, device)
+        engine = self._engine = _engine_of(device, settings)
         rules = strategy.rules
         self._takes_apart = strategy.leaves_out or bool(rules.window)
         self._repeats = bool(rules.window)
@@ -398,8 +399,11 @@ class ProtectedSession(WorldSession):
 
     @torch.inference_mode(False)  # what is made in that mode cannot be written outside of it
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
+        # Call the program's own code first: it may swap tensors, and change them back.
+        states = states_of(self._stateful)
         with torch.no_grad():
-            if self._stale or self._live.has_moved():
+            versions = None if self._stale else self._live.unmoved_versions()
+            if versions is None:
                 self._stale = True  # until all of this has succeeded
                 self._live.begun.forms.check()
                 found = self._live.discover()
@@ -421,7 +425,8 @@ class ProtectedSession(WorldSession):
                 self._stale = True
                 raise
         self._gradients.settle()
-        extras = encode_extras(collect(self._live, self._stateful, handle.step))
+        of_tensors = self._live.of_tensors
+        extras = encode_extras(collect(self._live, states, handle.step, of_tensors))
         # The saver's thread takes them over; kept here until a task has carried them there.
         sources, self._sources = self._sources, None
         reseated, self._reseated = self._reseated, False
@@ -444,7 +449,7 @@ class ProtectedSession(WorldSession):
             fence=self._device.fence(),
             copies=copies,
             tokens=tokens,
-            unchanged=InPlaceCheck(self._live.watched) if copies else None,
+            unchanged=InPlaceCheck(self._live.watched, versions) if copies else None,
             reseated=reseated,
         )
 
@@ -534,6 +539,11 @@ class ProtectedSession(WorldSession):
             self._routers.remove()
         self._saver.close(self._settings.rpc_timeout_s)
         self._interval.close(self._settings.rpc_timeout_s)
+
+
+def _engine_of(device: Device, settings: Settings) -> CopyEngine:
+    hashes = settings.device_checksums and bool(device.members())
+    return CopyEngine(settings.copy_threads, device, hasher_of_process() if hashes else None)
 
 
 def _warn_of_unheld_state(optimizers: Sequence[object]) -> None:

@@ -45,6 +45,7 @@ from holdfast._state.inventory import TensorInventory
 from holdfast._state.nested import Holders, with_nested
 from holdfast._state.parts import (
     Form,
+    are_dictionaries,
     check_form,
     check_value,
     form_of_state,
@@ -165,6 +166,10 @@ class LiveState:
             not one of the model.
     """
 
+    of_tensors: frozenset[int] = frozenset()
+    """Numbers of the optimizers whose states hold nothing but plain tensors, as of the last
+    `discover`, and as long as nothing has moved since."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -268,17 +273,18 @@ class LiveState:
         known = self._inventory
         return known is None or any(self._empty) or known.differs(self._objects())
 
-    def has_moved(self) -> bool:
-        """Whether any tensor has moved, appeared or vanished since `discover`. One that only has
-        another form at its address is found by `InPlaceCheck.check_forms`; from then on, by this
-        method as well."""
+    def unmoved_versions(self) -> list[int] | None:
+        """Read the version counters of `watched.listed`. Return None if any tensor has moved,
+        appeared or vanished since `discover`. One that only has another form at its address is
+        found by `InPlaceCheck.check_forms`; from then on, by this method as well."""
         known = self._inventory
         if known is None or any(self._empty):
-            return True
+            return None
         if known.reformed:
             self._reforms = True
-        objects = self._objects()
-        return known.differs(objects) if self._reforms else known.has_moved(objects)
+        if self._reforms and known.has_reformed():
+            return None
+        return known.unmoved_versions(self._objects())
 
     def compared_tensors(self, device_bytes_max: int) -> dict[str, torch.Tensor]:
         """Return the local parts of all parameters and optimizer states by name, as of the last
@@ -293,7 +299,8 @@ class LiveState:
 
     def _objects(self) -> list[object]:
         """List everything that `discover` looks at, in a fixed order, from remembered containers
-        rather than by walking the modules again."""
+        rather than by walking the modules again. States of `of_tensors` are listed unseen: if one
+        no longer holds only tensors, its values are other objects than at the last `discover`."""
         found: list[object] = []
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -308,11 +315,11 @@ class LiveState:
             )
         for modules in self._module_groups:
             found += modules.values()
-        for optimizer in self.optimizers:
+        for index, optimizer in enumerate(self.optimizers):
             optimizers = with_nested(optimizer, self.optimizers)
             found += optimizers[1:]
             states = list(chain.from_iterable(one.state.values() for one in optimizers))
-            if hold_only_tensors(states):
+            if index in self.of_tensors and are_dictionaries(states):
                 found += chain.from_iterable(map(dict.values, states))
                 continue
             for state in states:
@@ -340,7 +347,14 @@ class LiveState:
         self._parameter_groups = [g for m in modules for g in (m._parameters, m._buffers) if g]
         self._module_groups = [m._modules for m in modules if m._modules]
         self._empty = [g for m in modules for g in (m._parameters, m._buffers, m._modules) if not g]
-        self._inventory = TensorInventory(self._objects())
+        self.of_tensors = frozenset(
+            index
+            for index, held in enumerate(self.holders)
+            if hold_only_tensors([*chain.from_iterable(s.values() for s in held.states())])
+        )
+        watched = {id(one): one for one in map(raw, self._tensors.values())}
+        counted = {number for number, one in watched.items() if not one.is_inference()}
+        self._inventory = TensorInventory(self._objects(), counted)
 
     def sources(self) -> tuple[TensorSource, ...]:
         """Return all tensors. They are discovered again only if something has changed."""
@@ -384,7 +398,7 @@ class LiveState:
             seen.add(source.name)
         self.changed_buffers = self._changed_buffers(modules)
         self._remember()
-        self.watched = Watched(self._tensors, None if self._reforms else self._inventory)
+        self.watched = Watched(self._tensors, self._inventory, check_forms=not self._reforms)
         self._found = tuple(found)
         on_cuda = {source.tensor.get_device() for source in found if source.tensor.is_cuda}
         self.cuda_devices = tuple(sorted(on_cuda))

@@ -8,7 +8,7 @@ it returns, because training then changes them. So they should be small.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -63,12 +63,27 @@ class RandomGenerators:
         _load_rng_states(self.states, range(torch.cuda.device_count()))
 
 
-def collect(live: LiveState, stateful: Mapping[str, Stateful], step: int) -> dict[str, Any]:
-    """Collect the extras of this rank after `step`."""
+def states_of(stateful: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Take the states of stateful objects."""
+    return {name: item.state_dict() for name, item in stateful.items()}
+
+
+def collect(
+    live: LiveState, states: Mapping[str, Any], step: int, of_tensors: Collection[int] = ()
+) -> dict[str, Any]:
+    """Collect the extras of this rank after `step`.
+
+    Args:
+        states: the states of stateful objects.
+        of_tensors: numbers of the optimizers whose states are known to hold only plain tensors.
+    """
     return {
         "step": step,
-        "stateful": {name: item.state_dict() for name, item in stateful.items()},
-        "optimizers": [_optimizer_state(live, index) for index in range(len(live.optimizers))],
+        "stateful": states,
+        "optimizers": [
+            _optimizer_state(live, index, of_tensors=index in of_tensors)
+            for index in range(len(live.optimizers))
+        ],
         "modules": _module_states(live),
         "model": live.begun.differences(),
         "buffers": live.changed_buffers,
@@ -198,9 +213,9 @@ def _each(saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [saved, *saved.get("within", ())]
 
 
-def _optimizer_state(live: LiveState, index: int) -> dict[str, Any]:
+def _optimizer_state(live: LiveState, index: int, *, of_tensors: bool) -> dict[str, Any]:
     holders, values = live.holders[index], live.begun.values
-    state = _values_of(live, index, holders.optimizers[0])
+    state = _values_of(live, index, holders.optimizers[0], of_tensors=of_tensors)
     state |= {"devices": live.devices[index], **values.changed_values(index, 0, live.names)}
     if index in live.changed_groups:
         state["members"] = live.changed_groups[index]
@@ -208,7 +223,7 @@ def _optimizer_state(live: LiveState, index: int) -> dict[str, Any]:
         state["keys"], *keys = holders.tensor_keys()
         state["within"] = [
             {
-                **_values_of(live, index, one),
+                **_values_of(live, index, one, of_tensors=of_tensors),
                 "keys": own,
                 **values.changed_values(index, at, live.names),
             }
@@ -217,13 +232,13 @@ def _optimizer_state(live: LiveState, index: int) -> dict[str, Any]:
     return state
 
 
-def _values_of(live: LiveState, index: int, optimizer: Any) -> dict[str, Any]:
+def _values_of(live: LiveState, index: int, optimizer: Any, *, of_tensors: bool) -> dict[str, Any]:
     """Collect the state of an optimizer that is not a tensor of a unit: plain values, and the forms
     of values with tensors inside."""
     scalars: dict[str, dict[Any, Any]] = {}
     forms: dict[str, dict[Any, Form]] = {}
     known = live.forms[index]
-    nothing = not known and hold_only_tensors(optimizer.state.values())
+    nothing = not known and (of_tensors or hold_only_tensors(optimizer.state.values()))
     for parameter, state in () if nothing else optimizer.state.items():
         if isinstance(parameter, str):
             continue  # see `own_values`

@@ -20,20 +20,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
 
 import numpy as np
 import torch
 
 from holdfast._state.dtensors import local_of, raw
-from holdfast._state.inventory import TensorInventory
+from holdfast._state.inventory import TensorInventory, versions_of
 from holdfast_core.errors import SnapshotSkippedError
 
 SAMPLES = 256
 """Number of compared elements. Whatever changes all weights changes them too, and they cost
 microseconds."""
-
-_version = attrgetter("_version")
 
 
 class Watched:
@@ -41,13 +38,18 @@ class Watched:
 
     Args:
         tensors: the tensors by name.
-        inventory: their addresses and forms.
+        inventory: their addresses and forms. It counts the versions of no other tensors.
+        check_forms: whether `InPlaceCheck.check_forms` compares the forms.
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], inventory: TensorInventory | None = None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        inventory: TensorInventory | None = None,
+        *,
+        check_forms: bool = True,
     ) -> None:
-        self.inventory = inventory
+        self.inventory = inventory if check_forms else None
         counted = [
             (name, tensor)
             for name, one in tensors.items()
@@ -55,8 +57,14 @@ class Watched:
             for tensor in ((one,) if raw(one) is one else (one, raw(one)))
             if not tensor.is_inference()
         ]
-        self.names = [name for name, _ in counted]
-        self.counted = [tensor for _, tensor in counted]
+        listed = inventory.counted if inventory is not None else []
+        name_of = {id(tensor): name for name, tensor in counted}
+        beside = {id(tensor) for _, tensor in counted} - set(map(id, listed))
+        self.listed = listed
+        """The tensors whose counters `TensorInventory.unmoved_versions` reads."""
+        self.beside = [tensor for _, tensor in counted if id(tensor) in beside]
+        """All others whose counters are compared."""
+        self.names = [name_of[id(tensor)] for tensor in (*self.listed, *self.beside)]
         here = {
             name: local_of(tensor)
             for name, tensor in tensors.items()
@@ -77,11 +85,13 @@ class InPlaceCheck:
 
     Args:
         watched: tensors that have not moved since `Watched` was constructed.
+        versions: version counters of `watched.listed`, if they have just been read.
     """
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: Watched, versions: Sequence[int] | None = None) -> None:
         self._watched = watched
-        self._versions = list(map(_version, watched.counted))
+        listed = versions_of(watched.listed) if versions is None else versions
+        self._versions = [*listed, *versions_of(watched.beside)]
         self._sample = _join(watched.samples)
 
     def check_forms(self) -> None:
@@ -113,7 +123,7 @@ class InPlaceCheck:
     def first_changed(self) -> str | None:
         """Return the name of a tensor that has changed; None if there is none."""
         watched = self._watched
-        versions = list(map(_version, watched.counted))
+        versions = [*versions_of(watched.listed), *versions_of(watched.beside)]
         if versions != self._versions:
             pairs = zip(versions, self._versions, strict=True)
             return watched.names[next(i for i, (now, then) in enumerate(pairs) if now != then)]

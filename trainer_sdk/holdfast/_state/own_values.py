@@ -134,7 +134,8 @@ class _Captured:
 def _places(optimizer: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the path, the dictionary and the key of each attribute that may hold state."""
     state = optimizer.state
-    yield from ((f"{_STATE}{key}", state, key) for key in state if isinstance(key, str))
+    if any(issubclass(kind, str) for kind in set(map(type, state))):  # hardly ever
+        yield from ((f"{_STATE}{key}", state, key) for key in state if isinstance(key, str))
     if type(optimizer).__module__.startswith(_KEEP_NOTHING):
         return
     own = getattr(optimizer, "__dict__", {})

@@ -63,10 +63,15 @@ def has_tensors(value: object) -> bool:
     )
 
 
+def are_dictionaries(states: Collection[object]) -> bool:
+    """Whether these states are plain dictionaries."""
+    return set(map(type, states)) <= {dict}
+
+
 def hold_only_tensors(states: Collection[object]) -> bool:
     """Whether these states are dictionaries of plain tensors alone, as those of most optimizers
     are. Takes far less time than a look at each value."""
-    if not set(map(type, states)) <= {dict}:
+    if not are_dictionaries(states):
         return False
     values: Iterator[object] = chain.from_iterable(map(dict.values, states))  # type: ignore[arg-type]
     return set(map(type, values)) <= {torch.Tensor}

@@ -164,7 +164,8 @@ class ProgramStart:
 
     def differences(self) -> dict[str, Any]:
         """Describe how the model differs from the program's start, and the modes of its modules."""
-        trains = [*map(_trains, self._parameters)]
+        with torch._C.DisableTorchFunctionSubclass():  # see `inventory.versions_of`
+            trains = [*map(_trains, self._parameters)]
         changed: dict[str, bool] = {}
         if trains != self._first:
             rows = zip(self._names, trains, self._first, strict=True)

@@ -8,6 +8,7 @@ from torch import nn
 
 from holdfast import moe
 from holdfast._state.capture import LiveState, TensorSource
+from holdfast._state.in_place import InPlaceCheck, Watched
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.layouts import TensorRole
 from holdfast_core.snapshots.units import UnitKey, UnitKind
@@ -212,3 +213,42 @@ def test_the_sources_are_looked_for_again_only_when_something_changed(trainer: A
     weight.data = weight.data.clone()
     again = {source.name: source for source in live.sources()}
     assert again["head.weight"].tensor.data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.parametrize("value", [3, [torch.zeros(2)], {"within": torch.zeros(2)}, None])
+def test_a_state_that_held_only_tensors_is_looked_at_again_when_it_holds_other_values(
+    trainer: Any, value: object
+) -> None:
+    trainer.train()
+    live = LiveState(trainer.model, [trainer.optimizer], Topology(dp=1), 0)
+    live.discover()
+    assert live.of_tensors == {0}
+    state = trainer.optimizer.state[trainer.model.head.weight]
+    moment = state["exp_avg"]
+    state["exp_avg"] = value
+    assert live.unmoved_versions() is None
+    state["exp_avg"] = moment.clone()
+    assert live.unmoved_versions() is None
+    state["exp_avg"] = moment
+    assert live.unmoved_versions() is not None
+    state["more"] = value
+    assert live.unmoved_versions() is None
+    live.discover()
+    assert not live.of_tensors
+    assert live.unmoved_versions() is not None
+
+
+@pytest.mark.parametrize("change", ["in place", "through a view", "through detach", "of data"])
+def test_each_change_of_a_parameter_shows_in_its_version_counter(change: str) -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    check = InPlaceCheck(Watched({"weight": parameter}))
+    assert check.first_changed() is None
+    with torch.no_grad():
+        if change == "of data":  # as FSDP does: the counter remains that of the parameter
+            parameter.data = torch.zeros(3)
+            assert check.first_changed() is None
+            parameter.add_(0.0)
+        else:
+            view = {"through a view": parameter[:2], "through detach": parameter.detach()}
+            view.get(change, parameter).add_(0.0)
+    assert check.first_changed() == "weight"

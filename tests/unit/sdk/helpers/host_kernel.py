@@ -1,0 +1,34 @@
+"""A kernel for `DeviceHasher` where no device is needed."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from xxhash import xxh3_64_intdigest
+
+from holdfast._copying.device_hashes import STRIPE_BYTES, SegmentTable
+
+
+class HostKernel:
+    """Reads the bytes that a table names in host memory, and hashes them with the library."""
+
+    def __init__(self, device: torch.device, piece_bytes: int) -> None:
+        del device
+        self._piece_bytes = piece_bytes
+
+    def __call__(self, table: SegmentTable, rows: torch.Tensor) -> torch.Tensor:
+        digests = [self._digest(table, row) for row in rows.tolist()]
+        return torch.tensor(digests, dtype=torch.int64)
+
+    def _digest(self, table: SegmentTable, row: int) -> int:
+        first, end = table.firsts[row : row + 2].tolist()
+        begins = [STRIPE_BYTES * stripe for stripe in table.begins[first:end].tolist()]
+        ends = [*begins[1:], self._piece_bytes]
+        bases = table.bases[first:end].tolist()
+        content = b"".join(
+            ctypes.string_at(base + begin, stop - begin)
+            for base, begin, stop in zip(bases, begins, ends, strict=True)
+        )
+        digest = xxh3_64_intdigest(content)
+        return digest - (1 << 64) if digest >> 63 else digest
