@@ -322,6 +322,7 @@ class RankState(_message.Message):
     EXIT_REASON_FIELD_NUMBER: _builtins.int
     OOM_KILLED_IN_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
+    DIVERGENCE_FIELD_NUMBER: _builtins.int
     KERNEL_MESSAGES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     state: _builtins.str
@@ -363,6 +364,10 @@ class RankState(_message.Message):
     def times(self) -> _values_pb2.StepTimes:
         """newest window of steps of its session in this epoch"""
 
+    @_builtins.property
+    def divergence(self) -> _values_pb2.Divergence:
+        """newest in which it took part in this epoch; without a history"""
+
     def __init__(
         self,
         *,
@@ -384,11 +389,12 @@ class RankState(_message.Message):
         exit_reason: _builtins.str = ...,
         oom_killed_in: _builtins.int = ...,
         times: _values_pb2.StepTimes | None = ...,
+        divergence: _values_pb2.Divergence | None = ...,
         kernel_messages: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after", "_since_work_s", b"_since_work_s", "repeated_after", b"repeated_after", "restored", b"restored", "since_work_s", b"since_work_s", "times", b"times"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after", "_since_work_s", b"_since_work_s", "divergence", b"divergence", "repeated_after", b"repeated_after", "restored", b"restored", "since_work_s", b"since_work_s", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after", "_since_work_s", b"_since_work_s", "exit_code", b"exit_code", "exit_reason", b"exit_reason", "follows", b"follows", "idle_s", b"idle_s", "kernel_messages", b"kernel_messages", "last_lines", b"last_lines", "lost", b"lost", "no_replay", b"no_replay", "oom_killed_in", b"oom_killed_in", "pid", b"pid", "rank", b"rank", "repeated_after", b"repeated_after", "restored", b"restored", "restored_from", b"restored_from", "since_work_s", b"since_work_s", "state", b"state", "step", b"step", "times", b"times", "unprotected", b"unprotected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after", "_since_work_s", b"_since_work_s", "divergence", b"divergence", "exit_code", b"exit_code", "exit_reason", b"exit_reason", "follows", b"follows", "idle_s", b"idle_s", "kernel_messages", b"kernel_messages", "last_lines", b"last_lines", "lost", b"lost", "no_replay", b"no_replay", "oom_killed_in", b"oom_killed_in", "pid", b"pid", "rank", b"rank", "repeated_after", b"repeated_after", "restored", b"restored", "restored_from", b"restored_from", "since_work_s", b"since_work_s", "state", b"state", "step", b"step", "times", b"times", "unprotected", b"unprotected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__repeated_after: _TypeAlias = _typing.Literal["repeated_after"]  # noqa: Y015
     _WhichOneofArgType__repeated_after: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after"]  # noqa: Y015
