@@ -14,7 +14,7 @@ from gpu.bundle import BundleError
 MACHINE: dict[str, Any] = {
     "python": "3.12",
     "bundle_mib_max": 55,
-    "installed": {"numpy": "2.5.2", "safetensors": "0.8.0", "torch": "2.11.0"},
+    "installed": {"numpy": "2.5.2", "safetensors": "0.8.0", "torch": "2.11.0", "triton": "3.6.0"},
     "left_out": tomllib.loads(bundle.MACHINE.read_text(encoding="utf-8"))["left_out"],
 }
 MODULES = [
