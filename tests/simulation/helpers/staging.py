@@ -862,17 +862,22 @@ def settle(cluster: Cluster, process: Process, session: ElasticSession, step: in
     if handle is None or session._replaying is not None or process.world is None:
         return
     session.wait_staged()
-    if handle.error is not None:  # a step that was repeated
+    error = handle.error
+    if "was repeated" in str(error):
         return
-    handle.staged.result(WAIT_S)
+    if error is None:
+        handle.staged.result(WAIT_S)
     if not cluster.schedule.every:
         windows = inner._saver.strategy  # type: ignore[attr-defined]
         decision = windows._deciding.at(handle.step)
         if decision is not None and handle.step != decision.span.last:
             return
     cluster.at("settle", process, step)
-    handle.committed.result(WAIT_S)
-    process.world.gather("settle", None)
+    if error is None:
+        handle.committed.result(WAIT_S)
+    # A rank may have had no free slot, where one of a world that ended was not given back yet.
+    if any(process.world.gather("settle", error)):
+        return
     assert process.daemon is not None
     process.daemon.announce("protected", Generation(process.world.epoch, handle.step))
     handle.protected.result(WAIT_S)
