@@ -95,22 +95,44 @@ def _place(membership: Membership, rank: int) -> str:
 
 
 def to_undo(
-    job: MoETrainingJob, membership: Membership, state: ControlState, now: float
+    job: MoETrainingJob,
+    membership: Membership,
+    observed: ClusterView,
+    state: ControlState,
+    now: float,
 ) -> LastCorruption | None:
     """The corruption because of which all ranks should go back to the newest generation now, and
     its member, if that is known, to another node.
 
-    The ranks go back once, because wrong values have reached other ranks with the gradients. Once
-    more they do if the steps that they repeat show which of two is wrong. Nothing else follows for
-    a day, so that training whose replicas always drift apart goes on, and loses no more nodes."""
+    It counts only while ranks report it, and nothing was saved after it: replicas that are equal
+    again have nothing to undo. The ranks go back once, because wrong values have reached other
+    ranks with the gradients. Once more they do if the steps that they repeat show which of two is
+    wrong. Nothing else follows for a day, so that training whose replicas always drift apart goes
+    on, and loses no more nodes."""
     last = state.corruption
     if job.spec.failure_policy.on_corruption is not OnCorruption.REPLACE:
         return None
-    if last is None or last.epoch != membership.epoch or not last.compared_all:
+    if last is None or not last.compared_all or not _is_reported(last, membership, observed):
         return None
+    undone_at = state.corruption_undone_at
+    is_paused = undone_at is not None and now - undone_at < PAUSE_S
     if last.proof is Proof.REPEATED:
         return last if state.repeats_corruption and last.member is not None else None
-    undone_at = state.corruption_undone_at
-    if last.proof is Proof.UNDECIDED or (undone_at is not None and now - undone_at < PAUSE_S):
+    if last.proof is Proof.UNDECIDED or is_paused or is_over(last, state):
         return None
     return last
+
+
+def is_over(last: LastCorruption, state: ControlState) -> bool:
+    """Whether replicas were equal again later in the epoch: else nothing would have been saved."""
+    saved = state.saved
+    return saved is not None and saved.epoch == last.epoch and saved.step >= last.step
+
+
+def _is_reported(last: LastCorruption, membership: Membership, observed: ClusterView) -> bool:
+    """Whether a rank of this epoch reports `last` now; most of them did when it was noted."""
+    return last.epoch == membership.epoch and any(
+        rank.divergence is not None
+        and (rank.divergence.step, rank.divergence.proof) == (last.step, last.proof)
+        for rank in ranks_in(observed, membership)
+    )

@@ -162,7 +162,7 @@ def gather(
             causes.extend(_contradiction(membership, member, view, strange))
             found = list(_member_causes(job, membership, member, view, observed, state, now))
             causes.extend(found or _awaited(job, membership, member, observed, state))
-    if not suspects and (last := to_undo(job, membership, state, now)) is not None:
+    if not suspects and (last := to_undo(job, membership, observed, state, now)) is not None:
         causes.append(Cause(on=On.ANY, text=last.text, member=last.member, corrupts=True))
     if not suspects and not causes:
         causes.extend(_straggler(job, membership, state, now))

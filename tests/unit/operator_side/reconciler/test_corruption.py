@@ -245,6 +245,57 @@ def test_a_control_loop_that_starts_again_tells_and_does_nothing_twice(action: s
     assert set(map(tuple, kinds(world).values())) == {("Corruption",)}
 
 
+def test_a_divergence_that_is_over_is_not_undone_when_the_day_is() -> None:
+    world = job_that()
+    conclude(world, FOUND)
+    resume(world)
+    conclude(world, replace(FOUND, step=70, equal_step=69, wrong=(1,)))
+    world.train(5000, protect=True)
+    conclude(world, None)
+    world.now += PAUSE_S
+    resume(world, 5001)
+    assert world.membership.epoch == 2
+
+
+def test_a_divergence_that_goes_on_is_undone_after_the_day_as_the_event_says() -> None:
+    world = job_that()
+    conclude(world, FOUND)
+    resume(world)
+    drift = replace(PAIR, step=70, equal_step=69)
+    conclude(world, drift)
+    assert "and do so again after it if these replicas still differ" in (
+        world.messages("Corruption")[-1]
+    )
+    world.now += PAUSE_S
+    world.train(90, protect=False)
+    world.settle(1.0)
+    assert world.membership.epoch == 3
+
+
+def test_a_person_who_asks_for_returns_later_undoes_nothing_that_is_over() -> None:
+    world = job_that("Report")
+    conclude(world, FOUND)
+    resume(world)
+    conclude(world, None)
+    world.job = job_that().job
+    world.settle(1.0)
+    assert world.membership.epoch == 1
+
+
+def test_replicas_that_were_saved_equal_since_have_nothing_to_undo() -> None:
+    """The report of a rank is older than what its daemon has sealed since."""
+    world = job_that()
+    world.train(42, protect=True)
+    conclude(world, PAIR)
+    assert world.membership.epoch == 1
+    (text,) = world.messages("Corruption")
+    assert text.endswith("the replicas are equal again, so training goes on")
+    resume(world)
+    conclude(world, None)
+    conclude(world, replace(PAIR, step=70, equal_step=69))
+    assert world.membership.epoch == 2, "the return of this day is not used up"
+
+
 def test_equal_replicas_raise_no_alarm() -> None:
     world = job_that()
     for step in range(50, 200, 10):
