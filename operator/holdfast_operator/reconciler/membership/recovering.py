@@ -232,7 +232,12 @@ def _begin(observation: Observation, state: ControlState, case: _Case) -> RuleRe
     if case.corrupt:
         last = state.corruption
         repeats = last is not None and last.proof is Proof.NONE
-        begun = replace(begun, corruption_undone_at=observation.now, repeats_corruption=repeats)
+        begun = replace(
+            begun,
+            corruption_undone_at=observation.now,
+            corruption_undone_epoch=case.membership.epoch,
+            repeats_corruption=repeats,
+        )
     result = begin_epoch(
         observation, begun, case.membership, case.moves, case.causes, anew=case.anew
     )

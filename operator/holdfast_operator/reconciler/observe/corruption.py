@@ -115,9 +115,12 @@ def to_undo(
     if last is None or not last.compared_all or not _is_reported(last, membership, observed):
         return None
     undone_at = state.corruption_undone_at
-    is_paused = undone_at is not None and now - undone_at < PAUSE_S
+    # What a control loop decided but died before it could publish is begun again, not a second one.
+    is_begun = state.corruption_undone_epoch == membership.epoch
+    is_paused = undone_at is not None and not is_begun and now - undone_at < PAUSE_S
     if last.proof is Proof.REPEATED:
-        return last if state.repeats_corruption and last.member is not None else None
+        may_move = state.repeats_corruption or not is_paused
+        return last if may_move and last.member is not None else None
     if last.proof is Proof.UNDECIDED or is_paused or is_over(last, state):
         return None
     return last

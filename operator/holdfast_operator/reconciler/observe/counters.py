@@ -90,6 +90,8 @@ class Counters:
     """Number of divergences of replicas so far."""
     corruption_undone_at: float | None = None
     """When all ranks last went back to a generation because replicas differed."""
+    corruption_undone_epoch: int = 0
+    """Epoch that ended with it. If it is the membership's, that was decided but never published."""
     repeats_corruption: bool = False
     """Whether they repeat the steps since that, to find out which of them was wrong."""
     recovering: bool = False

@@ -11,6 +11,8 @@ from virtual_world import World, make_job, running
 
 from holdfast_core.corruption import Divergence, Proof
 from holdfast_operator.reconciler.observe.corruption import PAUSE_S
+from holdfast_operator.reconciler.observe.views import PublishMembership
+from holdfast_operator.reconciler.reconcile import reconcile
 
 FOUND = Divergence(
     step=41,
@@ -294,6 +296,40 @@ def test_replicas_that_were_saved_equal_since_have_nothing_to_undo() -> None:
     conclude(world, None)
     conclude(world, replace(PAIR, step=70, equal_step=69))
     assert world.membership.epoch == 2, "the return of this day is not used up"
+
+
+@pytest.mark.parametrize("proof", [Proof.MAJORITY, Proof.REPEATED])
+def test_a_return_that_was_stored_but_not_published_is_finished(proof: Proof) -> None:
+    world = job_that()
+    found = FOUND
+    if proof is Proof.REPEATED:
+        conclude(world, PAIR)
+        resume(world)
+        found = AGAIN
+    published = len(world.published)
+    world.divergences = dict.fromkeys(range(4), found)
+    decision = reconcile(world.job, world.observed(), world.state, world.now)
+    assert any(isinstance(action, PublishMembership) for action in decision.actions)
+    world.state = decision.state
+    world.restart()
+    world.settle(1.0)
+    assert len(world.published) == published + 1
+    assert world.membership.restarting == {0, 1, 2, 3}
+    assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+    assert world.state.counted == 0
+
+
+def test_steps_that_were_repeated_for_another_reason_move_the_wrong_member_as_well() -> None:
+    """The rank was lost before both candidates had reported."""
+    world = job_that()
+    conclude(world, PAIR, ranks=[0, 1, 3])
+    world.divergences = {}
+    world.lose_rank(1)
+    world.settle(5.0)
+    assert world.membership.epoch == 2
+    resume(world)
+    conclude(world, AGAIN)
+    assert world.membership.epoch == 3 and world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
 
 
 def test_equal_replicas_raise_no_alarm() -> None:
