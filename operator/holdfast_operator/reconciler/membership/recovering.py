@@ -105,7 +105,7 @@ def recover(observation: Observation, state: ControlState, membership: Membershi
         state = replace(state, no_replacement_since=None, codes_awaited_since=None)
         return note_passed_hang(observation, state, membership)
     # Let the rules for a failure decide: wait, fail the job, or begin the epoch.
-    corrupt = any(cause.corrupts for cause in evidence.causes)
+    corrupt = any(cause.corrupts for cause in causes)
     anew = corrupt or any(cause.exit_code == BEGINS_ANEW for cause in evidence.causes)
     case = _Case(
         membership=membership,

@@ -176,14 +176,16 @@ def principal(causes: Iterable[Cause]) -> tuple[Cause, ...]:
     as a result: they vanish, exit with a traceback (code 1) or are aborted (codes from 128 on).
     When a rank died of something else, code 1 and ranks without a code are its consequence. Codes
     with which Holdfast ends a rank are the consequence of any other. A fault of hardware explains
-    any end by itself."""
+    any end by itself. Replicas that differ are nobody's consequence."""
     found = tuple(causes)
     if any(not (c.ended_by_holdfast or c.voluntary) for c in found):
         found = tuple(c for c in found if not c.ended_by_holdfast)
     if any(c.on in (On.NODE_LOST, On.DISRUPTION) and not c.voluntary for c in found):
-        return tuple(c for c in found if not _follows_a_loss(c))
+        return tuple(c for c in found if c.corrupts or not _follows_a_loss(c))
     if any(c.on is On.EXIT_CODE and not _may_follow(c) for c in found):
-        return tuple(c for c in found if c.on is not On.ANY and not _may_follow(c))
+        return tuple(
+            c for c in found if c.corrupts or (c.on is not On.ANY and not _may_follow(c))
+        )
     return found
 
 

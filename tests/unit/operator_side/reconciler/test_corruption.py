@@ -109,6 +109,18 @@ def test_a_node_that_is_lost_at_the_same_time_keeps_nobody_in_the_wrong_state() 
     begun = next(each for each in world.published if each.epoch == 2)
     assert begun.restarting == {0, 1, 2, 3}
     assert "n1" not in {member.node for member in begun.members}
+    assert any("has wrong bytes" in text for text in world.messages("Recovering"))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_that_crashes_at_the_same_time_keeps_nobody_on_the_wrong_node(rank: int) -> None:
+    """Memory that is bad ends ranks as well."""
+    world = job_that()
+    world.exit_rank(rank, 139)
+    conclude(world, FOUND)
+    assert world.membership.restarting == {0, 1, 2, 3}
+    assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+    assert "rank 2 of member 2 on n2 has wrong bytes" in world.messages("Recovering")[0]
 
 
 def test_a_job_loses_one_node_in_a_day_however_often_its_replicas_differ() -> None:
