@@ -231,12 +231,13 @@ def _begin(observation: Observation, state: ControlState, case: _Case) -> RuleRe
     begun = replace(_with_stragglers(observation, state, case), recovering=True)
     if case.corrupt:
         last = state.corruption
-        repeats = last is not None and last.proof is Proof.NONE
+        assert last is not None
         begun = replace(
             begun,
             corruption_undone_at=observation.now,
             corruption_undone_epoch=case.membership.epoch,
-            repeats_corruption=repeats,
+            repeats_corruption=last.proof is Proof.NONE,
+            corrupt_nodes=state.corrupt_nodes.union([last.node] if last.node else ()),
         )
     result = begin_epoch(
         observation, begun, case.membership, case.moves, case.causes, anew=case.anew

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+
+from msgspec.structs import replace as with_fields
 
 from holdfast_core.corruption import Divergence, Proof
 from holdfast_core.job.parsing import MoETrainingJob, OnCorruption
+from holdfast_core.node_failures import WEIGHTS, FailureKind, Rating
 from holdfast_core.quantities import format_count
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.observe.last_failure import LastCorruption
-from holdfast_operator.reconciler.observe.lookups import ranks_in
+from holdfast_operator.reconciler.observe.lookups import just_saved, ranks_in
 from holdfast_operator.reconciler.observe.text import listed, ranks_in_words
 from holdfast_operator.reconciler.observe.views import ClusterView, ControlState
 
 PAUSE_S = 86400.0
 """Least time from one return to a generation because replicas differed to the next. Replicas of
 training that is not deterministic differ again and again, and no node is the cause."""
+
+CORRUPT = Rating(WEIGHTS[FailureKind.CORRUPTION], "wrong bytes in this job")
+"""Rating of a node in a job that has had wrong bytes there."""
 
 
 def reported(observed: ClusterView, membership: Membership) -> Divergence | None:
@@ -124,6 +131,32 @@ def to_undo(
     if last.proof is Proof.UNDECIDED or is_paused or is_over(last, state):
         return None
     return last
+
+
+def members_to_move(
+    job: MoETrainingJob, membership: Membership, state: ControlState, now: float
+) -> list[int]:
+    """The members that are still where a rank had wrong bytes, because they could not move when all
+    ranks went back: their parity groups were incomplete, or there was no spare. They move right
+    after a generation was protected."""
+    if job.spec.failure_policy.on_corruption is not OnCorruption.REPLACE:
+        return []
+    if not state.corrupt_nodes or not just_saved(state, membership, now):
+        return []
+    return [each.index for each in membership.members if each.node in state.corrupt_nodes]
+
+
+def with_corrupt_nodes(observed: ClusterView, state: ControlState) -> ClusterView:
+    """`observed`, in which the nodes count as ones to avoid where this job has had wrong bytes. The
+    record of all nodes excuses them where several of one job have had some."""
+    nodes = observed.nodes
+    rated = {name: nodes[name] for name in state.corrupt_nodes if name in nodes}
+    if not rated:
+        return observed
+    for name, node in rated.items():
+        if node.rating.score < CORRUPT.score:
+            rated[name] = with_fields(node, rating=CORRUPT)
+    return replace(observed, nodes={**nodes, **rated})
 
 
 def is_over(last: LastCorruption, state: ControlState) -> bool:

@@ -277,8 +277,9 @@ def test_a_divergence_that_goes_on_is_undone_after_the_day_as_the_event_says() -
     resume(world)
     drift = replace(PAIR, step=70, equal_step=69)
     conclude(world, drift)
-    assert "and do so again after it if these replicas still differ" in (
-        world.messages("Corruption")[-1]
+    assert (
+        "and do so again after it if these replicas still differ"
+        in (world.messages("Corruption")[-1])
     )
     world.now += PAUSE_S
     world.train(90, protect=False)
@@ -342,6 +343,69 @@ def test_steps_that_were_repeated_for_another_reason_move_the_wrong_member_as_we
     resume(world)
     conclude(world, AGAIN)
     assert world.membership.epoch == 3 and world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_member_whose_group_cannot_bear_its_move_yet_moves_once_it_can(repeated: bool) -> None:
+    world = job_that(spares=2)
+    world.protects = False
+    world.kill_node("n1")
+    world.settle(30.0)
+    assert world.nodes_of_members() == ["n0", "n4", "n2", "n3"], "n4 is not filled yet"
+    world.train(41, protect=False)
+    if repeated:
+        conclude(world, PAIR)
+        world.train(41, protect=False)
+    conclude(world, AGAIN if repeated else FOUND)
+    assert world.nodes_of_members() == ["n0", "n4", "n2", "n3"]
+    assert world.membership.restarting == {0, 1, 2, 3}
+    epoch = world.membership.epoch
+    resume(world)
+    assert world.membership.epoch == epoch + 1
+    assert world.nodes_of_members() == ["n0", "n4", "n5", "n3"]
+    assert "member 2 is on n2, where a rank had wrong bytes" in world.messages("Recovering")[-1]
+    resume(world, 80)
+    assert world.membership.epoch == epoch + 1
+
+
+def test_a_member_moves_once_there_is_a_spare() -> None:
+    world = job_that()
+    world.cordoned.add("n4")
+    conclude(world, FOUND)
+    resume(world)
+    assert world.membership.epoch == 2 and world.nodes_of_members()[2] == "n2"
+    world.cordoned.clear()
+    resume(world, 70)
+    assert world.membership.epoch == 3 and world.nodes_of_members()[2] == "n4"
+    assert world.state.counted == 0
+
+
+def test_a_node_with_wrong_bytes_is_no_spare_while_there_is_another() -> None:
+    world = job_that(spares=3)
+    conclude(world, FOUND)
+    assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+    world.now += PAUSE_S
+    resume(world)
+    conclude(world, replace(FOUND, step=70, equal_step=69, wrong=(1,)))
+    assert world.rating("n2").score == 0.0, "the record of the cluster excuses both"
+    assert world.nodes_of_members() == ["n0", "n5", "n4", "n3"]
+    resume(world, 80)
+    world.kill_node("n3")
+    world.settle(30.0)
+    assert world.nodes_of_members() == ["n0", "n5", "n4", "n6"]
+
+
+def test_a_node_with_wrong_bytes_is_better_than_none_until_there_is_another() -> None:
+    world = job_that(spares=2)
+    conclude(world, FOUND)
+    resume(world)
+    world.cordoned.add("n5")
+    world.kill_node("n0")
+    world.settle(30.0)
+    assert world.nodes_of_members() == ["n2", "n1", "n4", "n3"]
+    world.cordoned.clear()
+    resume(world, 80)
+    assert world.nodes_of_members() == ["n5", "n1", "n4", "n3"]
 
 
 def test_equal_replicas_raise_no_alarm() -> None:
