@@ -91,8 +91,9 @@ _WHY = {
     Proof.NONE: "as many of its replicas have these as have others, so this alone does not show "
     "which are wrong",
     Proof.UNDECIDED: "the steps were repeated, which did not show which are wrong: training is "
-    "not deterministic or not the same on all ranks, or wrong values had reached all replicas "
-    "before they were compared",
+    "not deterministic or not the same on all ranks, a device is wrong in the same way each time, "
+    "wrong values had reached all replicas before they were compared, or a rank did not compare "
+    "the step both times",
 }
 
 

@@ -325,10 +325,11 @@ def test_training_that_is_not_deterministic_blames_nobody(jobs: list[Job], adamw
     assert found is not None and (found.wrong, found.proof) == ((), Proof.UNDECIDED)
 
 
-def test_ranks_that_always_compute_different_things_are_both_right(
+def test_ranks_that_always_compute_different_things_show_nobody_to_blame(
     jobs: list[Job], adamw: Make
 ) -> None:
-    """Such as one whose gradient is not reduced: the script is wrong, and no device is."""
+    """Such as one whose gradient is not reduced, or a device that is wrong in the same way each
+    time: nothing shows which of these it is, so nobody is blamed."""
     job = trained(jobs, 2, adamw)
     line = job.state()
     job.noise = lambda rank: rank * 1e-3
