@@ -65,6 +65,8 @@ def _what_follows(observation: Observation, state: ControlState, membership: Mem
     if to_undo(observation.job, membership, cluster, state, now) is not None:
         if last.proof is Proof.NONE:
             return "all ranks go back to the newest generation and repeat the steps, which may show"
+        if last.proof is Proof.REPEATED:
+            return "all ranks go back to the newest generation"
         return "all ranks go back to the newest generation, which is from before that"
     if last.proof in (Proof.REPEATED, Proof.UNDECIDED):
         return "nothing else follows"

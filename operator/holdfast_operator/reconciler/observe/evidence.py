@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from holdfast_core.corruption import Proof
 from holdfast_core.exit_codes import BEGINS_ANEW, HOLDFAST_DECIDED
 from holdfast_core.job.parsing import MoETrainingJob, On
 from holdfast_core.snapshots.membership import Member, Membership
@@ -105,6 +106,9 @@ class Cause:
     corrupts: bool = False
     """Whether replicas differ, so that no rank can keep the state that it has; the member is the
     one with wrong bytes, if that is known."""
+    repeats: bool = False
+    """Whether the steps are to be repeated in the same world, as only that may show which of the
+    replicas is wrong."""
     was_corrupt: bool = False
     """Whether a rank of the member had wrong bytes on its node in an earlier epoch."""
     stuck: bool = False
@@ -165,7 +169,10 @@ def gather(
             found = list(_member_causes(job, membership, member, view, observed, state, now))
             causes.extend(found or _awaited(job, membership, member, observed, state))
     if not suspects and (last := to_undo(job, membership, observed, state, now)) is not None:
-        causes.append(Cause(on=On.ANY, text=last.text, member=last.member, corrupts=True))
+        repeats = last.proof is Proof.NONE
+        causes.append(
+            Cause(on=On.ANY, text=last.text, member=last.member, corrupts=True, repeats=repeats)
+        )
     if not suspects and not causes:
         causes.extend(_on_corrupt_nodes(job, membership, state, now))
         causes.extend(_straggler(job, membership, state, now))

@@ -167,6 +167,34 @@ def test_of_two_replicas_both_repeat_the_steps_and_then_the_wrong_one_moves(
     assert world.membership.epoch == 3, "one node in a day"
 
 
+@pytest.mark.parametrize("drained", [True, False])
+def test_nobody_moves_or_joins_where_the_same_steps_are_to_be_repeated(drained: bool) -> None:
+    """A member that moves has no digests of the first time, and another world has other sums."""
+    world = running(
+        make_job(onCorruption="Replace", spec={**COMPARES_ALL, "minNodes": 3}, spares=0), step=40
+    )
+    world.kill_node("n1")
+    world.settle(60.0)
+    assert [member.index for member in world.membership.members] == [0, 2, 3]
+    resume(world)
+    epoch = world.membership.epoch
+    world.revive_daemon("n1", new_memory=True)
+    world.gone.discard("n1")
+    if drained:
+        world.notices["n2"] = "it is drained"
+    else:
+        world.settle(2.0)
+        assert world.agent_waits("n1"), "a member is ready to join"
+    world.divergences = dict.fromkeys(
+        (0, 2, 3), replace(PAIR, step=61, equal_step=60, ranks=(0, 1))
+    )
+    world.train(61, protect=False)
+    world.look()
+    assert world.membership.epoch == epoch + 1
+    assert world.nodes_of_members() == ["n0", "n2", "n3"]
+    assert world.membership.restarting == {0, 2, 3}
+
+
 def test_where_repeated_steps_show_nothing_the_job_goes_on_and_nobody_is_blamed() -> None:
     world = job_that()
     conclude(world, PAIR)
