@@ -287,15 +287,17 @@ def test_a_control_loop_that_starts_again_tells_and_does_nothing_twice(action: s
     assert set(map(tuple, kinds(world).values())) == {("Corruption",)}
 
 
-def test_a_divergence_that_is_over_is_not_undone_when_the_day_is() -> None:
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_divergence_that_is_over_is_not_undone_when_the_day_is(saves: bool) -> None:
     world = job_that()
     conclude(world, FOUND)
     resume(world)
     conclude(world, replace(FOUND, step=70, equal_step=69, wrong=(1,)))
-    world.train(5000, protect=True)
+    world.train(5000, protect=saves)
     conclude(world, None)
     world.now += PAUSE_S
-    resume(world, 5001)
+    world.train(5001, protect=saves)
+    world.settle(1.0)
     assert world.membership.epoch == 2
 
 
