@@ -1157,8 +1157,8 @@ MUTANTS = (
         edits=(
             (
                 "trainer_sdk/holdfast/_agree/replica_check.py",
-                "        elif not verdict.differing or self.problem is None or self._is_better(divergence):\n",
-                "        else:\n",
+                "or self.problem is None or self._is_better(divergence):",
+                "or True:",
             ),
         ),
         test="sdk/agree/test_corruption.py",
