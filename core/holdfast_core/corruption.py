@@ -9,7 +9,9 @@ not show who is wrong:
 - Of two, both repeat the steps since the last time they were equal. A computation that is repeated
   from the same state gives the same bytes, so the one whose earlier bytes do not come again was
   wrong. If nobody's bytes come again, nothing is known: training is not deterministic, or the wrong
-  values had already reached all replicas before they were compared.
+  values had already reached all replicas before they were compared. Nor is it if everybody's do:
+  the script computes different things on these ranks, or a device is wrong in the same way each
+  time.
 
 Digests are equal or they are not: there is no tolerance. They come from trainers, and are bounded
 where they are received. Pure.

@@ -137,8 +137,12 @@ def status_view(
         parts.append(Text(f"started from {line}: {local.line_reason}", style="dim"))
     for straggler in status.get("stragglers") or []:
         parts.append(Text(f"SLOW: {straggler.get('text', '')}", style="yellow"))
-    if corruption := (status.get("lastCorruption") or {}).get("text"):
-        parts.append(Text(f"CORRUPT: {corruption}", style="bold red"))
+    if corruption := status.get("lastCorruption") or {}:
+        found, epoch = corruption.get("text", ""), corruption.get("epoch")
+        if is_new_corruption(status):
+            parts.append(Text(f"CORRUPT: {found}", style="bold red"))
+        else:
+            parts.append(Text(f"replicas differed in epoch {epoch}: {found}", style="dim"))
     # Lines: figures, in words that the operator's code wrote.
     for part, style in (
         *(("tokenLoss", ""), ("experts", "")),
@@ -172,6 +176,13 @@ def _head(name: str, status: Object, local: LocalStatus | None) -> Text:
         f"  slots {status.get('slots', '-')}  recovery {status.get('recoveryMode', '-')}",
         *(f"  {text}" for text in _strength(status)),
     )
+
+
+def is_new_corruption(status: Mapping[str, Any]) -> bool:
+    """Whether the job still trains in the epoch in which replicas last differed."""
+    found = status.get("lastCorruption") or {}
+    ended = status.get("phase") == Phase.COMPLETE
+    return bool(found) and not ended and found.get("epoch") == status.get("epoch")
 
 
 def _failure(failure: Object) -> Text:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
+from holdfast_cli.commands.show import is_new_corruption
 from holdfast_cli.local.status import TimedEvent
 from holdfast_core.job.recovery_story import recovery_in_words
 from holdfast_core.job.status import Phase, RecoveryStatus
@@ -182,8 +183,8 @@ def _attention(status: Object) -> Iterator[str]:
         if message and ((kind in _GOOD and word == "False") or (kind in _BAD and word == "True")):
             lines.append(f"{kind} is {word} ({condition.get('reason')}): {message}")
     lines += [each["text"] for each in status.get("stragglers") or [] if each.get("text")]
-    if text := (status.get("lastCorruption") or {}).get("text"):
-        lines.append(f"replicas diverged: {text}")
+    if is_new_corruption(status):
+        lines.append(f"replicas diverged: {status['lastCorruption'].get('text', '')}")
     if status.get("keptUntil"):
         lines.append(
             f"its snapshots stay in memory until {status['keptUntil']}: mend the cause and resume "

@@ -912,8 +912,11 @@ class JobEngine:
         arena = self.memory.arenas.get((session.rank, session.layout_id))
         if arena is None or not session.allocated:
             return None
+        # What a rank reported in another world has that one's ranks, and digests of other sums.
         epoch, earlier = self.memory.rank(session.rank).divergence
-        if epoch >= session.epoch or (earlier is not None and earlier.proof is not Proof.NONE):
+        membership = self.memory.membership
+        is_of_world = membership is not None and membership.since <= epoch < session.epoch
+        if not is_of_world or (earlier is not None and earlier.proof is not Proof.NONE):
             earlier = None
         return OpenedSession(session=session, arena=arena, earlier=earlier)
 

@@ -84,6 +84,7 @@ from holdfast_operator.reconciler.membership.suspending import (
     resume,
     suspend,
 )
+from holdfast_operator.reconciler.observe.corruption import with_corrupt_nodes
 from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_operator.reconciler.observe.evidence import is_left_over
 from holdfast_operator.reconciler.observe.lookups import (
@@ -145,7 +146,7 @@ def reconcile(
     """
     observation = Observation(
         job=job,
-        cluster=observed,
+        cluster=with_corrupt_nodes(observed, state),
         now=now,
         locations=locations,
         standbys=standbys,

@@ -1157,8 +1157,8 @@ MUTANTS = (
         edits=(
             (
                 "trainer_sdk/holdfast/_agree/replica_check.py",
-                "        elif not verdict.differing or self.problem is None:\n",
-                "        else:\n",
+                "or self.problem is None or self._is_better(divergence):",
+                "or True:",
             ),
         ),
         test="sdk/agree/test_corruption.py",
@@ -1179,8 +1179,8 @@ MUTANTS = (
         edits=(
             (
                 f"{RECONCILER}/observe/corruption.py",
-                "undone_at is not None and now - undone_at < PAUSE_S",
-                "undone_at is not None and now < undone_at",
+                "not is_begun and now - undone_at < PAUSE_S",
+                "not is_begun and now < undone_at",
             ),
         ),
         test="operator_side/reconciler/test_corruption.py",
@@ -1190,8 +1190,30 @@ MUTANTS = (
         edits=(
             (
                 f"{RECONCILER}/observe/corruption.py",
-                "or last.epoch != membership.epoch or not last.compared_all:",
-                "or last.epoch != membership.epoch:",
+                "if last is None or not last.compared_all or not",
+                "if last is None or not",
+            ),
+        ),
+        test="operator_side/reconciler/test_corruption.py",
+    ),
+    Mutant(
+        name="undo what is over",
+        edits=(
+            (
+                f"{RECONCILER}/observe/corruption.py",
+                " or not _is_reported(last, membership, observed):",
+                " or last.epoch != membership.epoch:",
+            ),
+        ),
+        test="operator_side/reconciler/test_corruption.py",
+    ),
+    Mutant(
+        name="take replicas that differ for the consequence of another failure",
+        edits=(
+            (
+                f"{RECONCILER}/observe/evidence.py",
+                "c for c in found if c.corrupts or (c.on is not On.ANY",
+                "c for c in found if (c.on is not On.ANY",
             ),
         ),
         test="operator_side/reconciler/test_corruption.py",

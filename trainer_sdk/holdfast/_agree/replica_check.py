@@ -311,7 +311,7 @@ class ReplicaCheck:
         )
         if outvoting := outvoted(stated):
             divergence = _with_wrong(divergence, outvoting, Proof.MAJORITY)
-        elif earlier is not None:
+        elif earlier is not None and step <= earlier.step:
             divergence = _judged(divergence, repeated)
         found = tuple((unit, tuple(ranks)) for unit, ranks in wrong)
         return _Verdict(number, missing, found, divergence)
@@ -332,9 +332,9 @@ class ReplicaCheck:
         if divergence is None:
             if not verdict.missing and self.problem is not None:
                 self.divergence = None  # they are equal again
-        elif not verdict.differing or self.problem is None:
+        elif not verdict.differing or self.problem is None or self._is_better(divergence):
             # Of replicas that go on to differ, the first comparison counts: gradients spread what
-            # is wrong.
+            # is wrong. Only one that names somebody counts more than one that could not.
             self.divergence = msgspec.structs.replace(divergence, history=tuple(self._history))
         if not verdict.repeats:
             self._earlier = None
@@ -345,11 +345,21 @@ class ReplicaCheck:
                 _log.warning("step %d: replicas hold the same bytes again", step)
             self.problem, self._equal_step = None, step
 
+    def _is_better(self, found: Divergence) -> bool:
+        known = self.divergence
+        return bool(found.wrong) and (known is None or not known.wrong)
+
     def _divergence_error(self, verdict: _Verdict, step: int) -> ReplicasDivergedError:
         unit, ranks = verdict.differing[0]
         more = len(verdict.differing) - 1
         others = f" ({more} more units differ)" if more else ""
-        last_equal = "the first save" if self._equal_step is None else f"step {self._equal_step}"
+        equal = "no comparison of this session has found them equal"
+        if self._equal_step is not None:
+            equal = f"they were equal at step {self._equal_step}"
+        elif not self.compares_all:
+            equal = "they were equal at the first save"
+        if not self.compares_all:
+            equal += ", and snapshots protected since then may be mixtures of them"
         divergence = verdict.divergence
         assert divergence is not None
         who = "as many hold these bytes as others, so nobody knows which are wrong"
@@ -357,9 +367,8 @@ class ReplicaCheck:
             who = f"ranks {list(divergence.wrong)} are wrong ({divergence.proof})"
         return ReplicasDivergedError(
             f"unit {unit}: ranks {list(ranks)} are replicas and no longer equal: at step {step} "
-            f"rank {ranks[0]} holds different bytes from ranks {list(ranks[1:])}{others}; they "
-            f"were equal at {last_equal}; {who}. No snapshot is taken until a later comparison "
-            f"finds them equal; snapshots protected since {last_equal} may be mixtures of them. "
+            f"rank {ranks[0]} holds different bytes from ranks {list(ranks[1:])}{others}; "
+            f"{equal}; {who}. No snapshot is taken until a later comparison finds them equal. "
             f"Look for what the ranks do differently: a gradient that is not reduced, a kernel, a "
             f"device"
         )

@@ -491,6 +491,11 @@ class ElasticSession(Session):
             if verdict.step == body.step:
                 return True
 
+    @property
+    def _torn(self) -> str:
+        """Why the state after the newest step is not to be continued from; empty if it is."""
+        return self._held.torn or self._session.diverged
+
     def _standing(self, voting: StepBody | None = None) -> RankStanding:
         """Describe the training state of this process for the ranks of the next world.
 
@@ -504,7 +509,7 @@ class ElasticSession(Session):
         if not self._votes or holds is None:
             return RankStanding(step=held.step, torn="its script or policy cannot go on live")
         # Collect the first reason why its state is not exactly the state after a step.
-        torn = held.torn or (voting.why_not_whole() if voting is not None else "")
+        torn = self._torn or (voting.why_not_whole() if voting is not None else "")
         if self._session.repeats:
             torn = torn or "units are frozen until the window of steps is repeated"
         if held.adds_up:
@@ -539,9 +544,9 @@ class ElasticSession(Session):
             optimizer.zero_grad()
         if (holds := self._session.holds) is not None:
             reset_scalers(self._optimizers, holds.stateful)
-        if body is not None and self._held.step is not None and not self._held.alone:
-            problem = body.undo() if self._votes else ""
-            self._held = replace(self._held, torn=self._held.torn or problem)
+        if self._held.step is not None and not self._held.alone:
+            problem = body.undo() if body is not None and self._votes else ""
+            self._held = replace(self._held, torn=self._torn or problem)
         self._world.go_back_to(self._held.step or 0)
 
     def _build_again(self) -> None:

@@ -196,6 +196,8 @@ class Saver:
         while self._work():
             pass
         self.pipeline.drop("the session was closed")
+        if self.replica_check.divergence is not None:
+            self._send_report()  # it may have been found since the last one
         self._report_end()
         self._link.end()
 
@@ -284,11 +286,13 @@ class Saver:
 
     def _report(self) -> None:
         """Report to the daemon, if that is due and anything has changed."""
-        now = time.monotonic()
-        due = now - self._reported_s >= self._settings.report_interval_s
-        if not (due and self.tally.changed and self.tally.counters.step):
-            return  # Before the first save, nothing shows that this rank trains.
-        self._reported_s = now
+        due = time.monotonic() - self._reported_s >= self._settings.report_interval_s
+        # Before the first save, nothing shows that this rank trains.
+        if due and self.tally.changed and self.tally.counters.step:
+            self._send_report()
+
+    def _send_report(self) -> None:
+        self._reported_s = time.monotonic()
         report = self.tally.report(self._link.session, self.problem, self.replica_check.divergence)
         try:
             if self._link.is_open:

@@ -259,6 +259,12 @@ class WorldSession(Session):
         units have the states of different steps."""
         return False
 
+    @property
+    def diverged(self) -> str:
+        """Why no other rank may go on with the state of this one: replicas differ, and wrong values
+        have reached all of them with the gradients. Empty while they are not known to."""
+        return ""
+
     @abstractmethod
     def restore(self, no_replay: str = "") -> int | None:
         """Restore; see `Session.restore`.

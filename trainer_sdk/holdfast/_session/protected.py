@@ -163,6 +163,10 @@ class ProtectedSession(WorldSession):
         return self._replay is not None
 
     @property
+    def diverged(self) -> str:
+        return "its replicas differ" if self._saver.replica_check.problem is not None else ""
+
+    @property
     def epoch(self) -> int:
         return self._saver.epoch or 0
 

@@ -12,7 +12,12 @@ from holdfast_core.corruption import Proof
 from holdfast_core.job.parsing import OnCorruption
 from holdfast_core.node_failures import FailureKind
 from holdfast_core.snapshots.membership import Membership
-from holdfast_operator.reconciler.observe.corruption import last_corruption, reported, to_undo
+from holdfast_operator.reconciler.observe.corruption import (
+    is_over,
+    last_corruption,
+    reported,
+    to_undo,
+)
 from holdfast_operator.reconciler.observe.views import BlamedNode, ControlState, EventReason
 from holdfast_operator.reconciler.rules import Observation, RuleResult
 
@@ -56,12 +61,17 @@ def _what_follows(observation: Observation, state: ControlState, membership: Mem
     """What Holdfast does about the newest divergence, in words."""
     last = state.corruption
     assert last is not None
-    if to_undo(observation.job, membership, state, observation.now) is not None:
+    cluster, now = observation.cluster, observation.now
+    if to_undo(observation.job, membership, cluster, state, now) is not None:
         if last.proof is Proof.NONE:
             return "all ranks go back to the newest generation and repeat the steps, which may show"
+        if last.proof is Proof.REPEATED:
+            return "all ranks go back to the newest generation"
         return "all ranks go back to the newest generation, which is from before that"
     if last.proof in (Proof.REPEATED, Proof.UNDECIDED):
         return "nothing else follows"
+    if is_over(last, state):
+        return "the replicas are equal again, so training goes on"
     if observation.job.spec.failure_policy.on_corruption is OnCorruption.REPORT:
         return "failurePolicy.onCorruption is Report, so training goes on and nothing is saved"
     if not last.compared_all:
@@ -69,4 +79,7 @@ def _what_follows(observation: Observation, state: ControlState, membership: Mem
             "training goes on and nothing is saved: the newest generation may be wrong, too, "
             "because the script does not compare every save"
         )
-    return "training goes on and nothing is saved: all ranks went back for that within the last day"
+    return (
+        "training goes on and nothing is saved: all ranks went back for that within the last day, "
+        "and do so again after it if these replicas still differ then"
+    )

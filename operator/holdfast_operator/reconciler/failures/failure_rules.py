@@ -40,7 +40,7 @@ SIGNALS = 128
 def rule_for(job: MoETrainingJob, cause: Cause) -> FailureRule:
     """Find the first rule that matches, or the default when none does. A straggler and wrong bytes
     have fields of their own in the policy, and the rules for failures are not for them."""
-    if cause.straggles or cause.corrupts:
+    if cause.straggles or cause.corrupts or cause.was_corrupt:
         return FailureRule(on=On.ANY, action=FailureAction.REPLACE_NODE, count_towards_max=False)
     for rule in job.spec.failure_policy.rules:
         matches_code = rule.on is On.EXIT_CODE and cause.exit_code in rule.values

@@ -24,8 +24,8 @@ from holdfast_operator.reconciler.membership.joining import (
     ready_members,
 )
 from holdfast_operator.reconciler.membership.recovering import begin_epoch
-from holdfast_operator.reconciler.membership.shrinking import just_saved, strength
-from holdfast_operator.reconciler.observe.lookups import suspension_of
+from holdfast_operator.reconciler.membership.shrinking import strength
+from holdfast_operator.reconciler.observe.lookups import just_saved, suspension_of
 from holdfast_operator.reconciler.observe.text import listed
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
@@ -173,7 +173,7 @@ def _is_time(
     due = _due(observation, state, joining, absent)
     if observation.now < due:
         return False
-    if just_saved(observation, state, membership):
+    if just_saved(state, membership, observation.now):
         return True
     wait_s = observation.job.spec.failure_policy.join_wait_seconds
     lost_s = observation.now - max(state.saved_at, state.began_at)

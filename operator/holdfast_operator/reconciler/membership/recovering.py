@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from holdfast_core.corruption import Proof
 from holdfast_core.exit_codes import BEGINS_ANEW
 from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule
@@ -98,14 +97,19 @@ def recover(observation: Observation, state: ControlState, membership: Membershi
     if evidence.suspects:
         return RuleResult(state, waiting=waits_for(evidence))
     # Choose which causes call for a new epoch, and where members are in it.
+    found = principal(evidence.causes)
+    if any(cause.repeats for cause in found):
+        found = tuple(cause for cause in found if not cause.voluntary)
     causes, rules, moves = observation.pods.choose_moves(
-        observation, state, membership, principal(evidence.causes), evidence.groups
+        observation, state, membership, found, evidence.groups
     )
+    if causes and all(cause.repeats for cause in causes):
+        moves = Moves()  # sums of another world would be others, and digests do not move
     if not causes:
         state = replace(state, no_replacement_since=None, codes_awaited_since=None)
         return note_passed_hang(observation, state, membership)
     # Let the rules for a failure decide: wait, fail the job, or begin the epoch.
-    corrupt = any(cause.corrupts for cause in evidence.causes)
+    corrupt = any(cause.corrupts for cause in causes)
     anew = corrupt or any(cause.exit_code == BEGINS_ANEW for cause in evidence.causes)
     case = _Case(
         membership=membership,
@@ -231,8 +235,14 @@ def _begin(observation: Observation, state: ControlState, case: _Case) -> RuleRe
     begun = replace(_with_stragglers(observation, state, case), recovering=True)
     if case.corrupt:
         last = state.corruption
-        repeats = last is not None and last.proof is Proof.NONE
-        begun = replace(begun, corruption_undone_at=observation.now, repeats_corruption=repeats)
+        assert last is not None
+        begun = replace(
+            begun,
+            corruption_undone_at=observation.now,
+            corruption_undone_epoch=case.membership.epoch,
+            repeats_corruption=any(cause.repeats for cause in case.causes),
+            corrupt_nodes=state.corrupt_nodes.union([last.node] if last.node else ()),
+        )
     result = begin_epoch(
         observation, begun, case.membership, case.moves, case.causes, anew=case.anew
     )

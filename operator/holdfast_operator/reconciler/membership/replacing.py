@@ -70,6 +70,10 @@ class _Mover:
         spare = choose_spare(self.membership, member, self.spares.values(), self.settled)
         if cause.straggles and (spare is None or spare.rating != CLEAN):
             return  # where it is, it trains at least
+        if (cause.corrupts or cause.was_corrupt) and (
+            spare is None or spare.name in self.state.corrupt_nodes
+        ):
+            return  # no other node is better
         if spare is not None:
             others = unrated(self.spares.values())
             by_name = choose_spare(self.membership, member, others, self.settled)

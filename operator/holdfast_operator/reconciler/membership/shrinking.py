@@ -21,7 +21,7 @@ from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule, MoETrainingJob, On
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.membership.joining import arriving_members, ready_members
-from holdfast_operator.reconciler.observe.lookups import node_of, suspension_of
+from holdfast_operator.reconciler.observe.lookups import just_saved, node_of, suspension_of
 from holdfast_operator.reconciler.observe.protection import ParityGroups
 from holdfast_operator.reconciler.observe.views import AgentState, ControlState, NodeView
 from holdfast_operator.reconciler.placement import Moves, would_forget
@@ -63,15 +63,6 @@ def no_replacement_rule(job: MoETrainingJob, action: RuleAction) -> FailureRule 
     return next((r for r in rules if r.on is On.NO_REPLACEMENT and r.action is action), None)
 
 
-def just_saved(observation: Observation, state: ControlState, membership: Membership) -> bool:
-    """Whether a generation of this epoch became safe in this turn: the best moment for a recovery
-    that is not urgent."""
-    saved = state.saved
-    return (
-        saved is not None and saved.epoch == membership.epoch and state.saved_at == observation.now
-    )
-
-
 def leave_out(
     observation: Observation,
     state: ControlState,
@@ -97,7 +88,7 @@ def leave_out(
     leaving = set(lost)
     if state.ran and len(moves.stuck) <= may_leave - len(leaving):
         leaving.update(moves.stuck)
-    if just_saved(observation, state, membership):
+    if just_saved(state, membership, observation.now):
         leaving.update(moves.warned[: may_leave - len(leaving)])
     left = replace(
         moves,
@@ -134,7 +125,7 @@ def _without_unready(
     future node. They leave, and get ready there. Members with a notice stay until a generation is
     protected, and leave right after."""
     later, leaving, to = dict[int, NodeView](), set(moves.leaving), dict(moves.to)
-    saved = just_saved(observation, state, membership)
+    saved = just_saved(state, membership, observation.now)
     for member in sorted(membership.members, key=lambda each: each.index not in moves.lost):
         index, node = member.index, moves.to.get(member.index)
         node = node or node_of(observation.cluster, member)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+
+from msgspec.structs import replace as with_fields
 
 from holdfast_core.corruption import Divergence, Proof
 from holdfast_core.job.parsing import MoETrainingJob, OnCorruption
+from holdfast_core.node_failures import WEIGHTS, FailureKind, Rating
 from holdfast_core.quantities import format_count
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.observe.last_failure import LastCorruption
-from holdfast_operator.reconciler.observe.lookups import ranks_in
+from holdfast_operator.reconciler.observe.lookups import just_saved, ranks_in
 from holdfast_operator.reconciler.observe.text import listed, ranks_in_words
 from holdfast_operator.reconciler.observe.views import ClusterView, ControlState
 
 PAUSE_S = 86400.0
 """Least time from one return to a generation because replicas differed to the next. Replicas of
 training that is not deterministic differ again and again, and no node is the cause."""
+
+CORRUPT = Rating(WEIGHTS[FailureKind.CORRUPTION], "wrong bytes in this job")
+"""Rating of a node in a job that has had wrong bytes there."""
 
 
 def reported(observed: ClusterView, membership: Membership) -> Divergence | None:
@@ -84,8 +91,9 @@ _WHY = {
     Proof.NONE: "as many of its replicas have these as have others, so this alone does not show "
     "which are wrong",
     Proof.UNDECIDED: "the steps were repeated, which did not show which are wrong: training is "
-    "not deterministic or not the same on all ranks, or wrong values had reached all replicas "
-    "before they were compared",
+    "not deterministic or not the same on all ranks, a device is wrong in the same way each time, "
+    "wrong values had reached all replicas before they were compared, or a rank did not compare "
+    "the step both times",
 }
 
 
@@ -95,22 +103,73 @@ def _place(membership: Membership, rank: int) -> str:
 
 
 def to_undo(
-    job: MoETrainingJob, membership: Membership, state: ControlState, now: float
+    job: MoETrainingJob,
+    membership: Membership,
+    observed: ClusterView,
+    state: ControlState,
+    now: float,
 ) -> LastCorruption | None:
     """The corruption because of which all ranks should go back to the newest generation now, and
     its member, if that is known, to another node.
 
-    The ranks go back once, because wrong values have reached other ranks with the gradients. Once
-    more they do if the steps that they repeat show which of two is wrong. Nothing else follows for
-    a day, so that training whose replicas always drift apart goes on, and loses no more nodes."""
+    It counts only while ranks report it, and nothing was saved after it: replicas that are equal
+    again have nothing to undo. The ranks go back once, because wrong values have reached other
+    ranks with the gradients. Once more they do if the steps that they repeat show which of two is
+    wrong. Nothing else follows for a day, so that training whose replicas always drift apart goes
+    on, and loses no more nodes."""
     last = state.corruption
     if job.spec.failure_policy.on_corruption is not OnCorruption.REPLACE:
         return None
-    if last is None or last.epoch != membership.epoch or not last.compared_all:
+    if last is None or not last.compared_all or not _is_reported(last, membership, observed):
         return None
-    if last.proof is Proof.REPEATED:
-        return last if state.repeats_corruption and last.member is not None else None
     undone_at = state.corruption_undone_at
-    if last.proof is Proof.UNDECIDED or (undone_at is not None and now - undone_at < PAUSE_S):
+    # What a control loop decided but died before it could publish is begun again, not a second one.
+    is_begun = state.corruption_undone_epoch == membership.epoch
+    is_paused = undone_at is not None and not is_begun and now - undone_at < PAUSE_S
+    if last.proof is Proof.REPEATED:
+        may_move = state.repeats_corruption or not is_paused
+        return last if may_move and last.member is not None else None
+    if last.proof is Proof.UNDECIDED or is_paused or is_over(last, state):
         return None
     return last
+
+
+def members_to_move(
+    job: MoETrainingJob, membership: Membership, state: ControlState, now: float
+) -> list[int]:
+    """The members that are still where a rank had wrong bytes, because they could not move when all
+    ranks went back: their parity groups were incomplete, or there was no spare. They move right
+    after a generation was protected."""
+    if job.spec.failure_policy.on_corruption is not OnCorruption.REPLACE:
+        return []
+    if not state.corrupt_nodes or not just_saved(state, membership, now):
+        return []
+    return [each.index for each in membership.members if each.node in state.corrupt_nodes]
+
+
+def with_corrupt_nodes(observed: ClusterView, state: ControlState) -> ClusterView:
+    """`observed`, in which the nodes count as ones to avoid where this job has had wrong bytes. The
+    record of all nodes excuses them where several of one job have had some."""
+    nodes = observed.nodes
+    rated = {name: nodes[name] for name in state.corrupt_nodes if name in nodes}
+    if not rated:
+        return observed
+    for name, node in rated.items():
+        if node.rating.score < CORRUPT.score:
+            rated[name] = with_fields(node, rating=CORRUPT)
+    return replace(observed, nodes={**nodes, **rated})
+
+
+def is_over(last: LastCorruption, state: ControlState) -> bool:
+    """Whether replicas were equal again later in the epoch: else nothing would have been saved."""
+    saved = state.saved
+    return saved is not None and saved.epoch == last.epoch and saved.step >= last.step
+
+
+def _is_reported(last: LastCorruption, membership: Membership, observed: ClusterView) -> bool:
+    """Whether a rank of this epoch reports `last` now; most of them did when it was noted."""
+    return last.epoch == membership.epoch and any(
+        rank.divergence is not None
+        and (rank.divergence.step, rank.divergence.proof) == (last.step, last.proof)
+        for rank in ranks_in(observed, membership)
+    )

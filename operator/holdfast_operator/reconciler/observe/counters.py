@@ -90,6 +90,11 @@ class Counters:
     """Number of divergences of replicas so far."""
     corruption_undone_at: float | None = None
     """When all ranks last went back to a generation because replicas differed."""
+    corruption_undone_epoch: int = 0
+    """Epoch that ended with it. If it is the membership's, that was decided but never published."""
+    corrupt_nodes: frozenset[str] = frozenset()
+    """Nodes that members have left, or shall leave, because a rank had wrong bytes there. No other
+    member takes them while there is another spare."""
     repeats_corruption: bool = False
     """Whether they repeat the steps since that, to find out which of them was wrong."""
     recovering: bool = False

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from holdfast_core.corruption import Proof
 from holdfast_core.exit_codes import BEGINS_ANEW, HOLDFAST_DECIDED
 from holdfast_core.job.parsing import MoETrainingJob, On
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_core.states import EndReason
-from holdfast_operator.reconciler.observe.corruption import to_undo
+from holdfast_operator.reconciler.observe.corruption import members_to_move, to_undo
 from holdfast_operator.reconciler.observe.inspections import diagnosis_of
 from holdfast_operator.reconciler.observe.lookups import (
     agent_at,
@@ -105,6 +106,11 @@ class Cause:
     corrupts: bool = False
     """Whether replicas differ, so that no rank can keep the state that it has; the member is the
     one with wrong bytes, if that is known."""
+    repeats: bool = False
+    """Whether the steps are to be repeated in the same world, as only that may show which of the
+    replicas is wrong."""
+    was_corrupt: bool = False
+    """Whether a rank of the member had wrong bytes on its node in an earlier epoch."""
     stuck: bool = False
     """Whether training waits for the member's agent, which finds no room on its node."""
     counted: bool = False
@@ -162,9 +168,13 @@ def gather(
             causes.extend(_contradiction(membership, member, view, strange))
             found = list(_member_causes(job, membership, member, view, observed, state, now))
             causes.extend(found or _awaited(job, membership, member, observed, state))
-    if not suspects and (last := to_undo(job, membership, state, now)) is not None:
-        causes.append(Cause(on=On.ANY, text=last.text, member=last.member, corrupts=True))
+    if not suspects and (last := to_undo(job, membership, observed, state, now)) is not None:
+        repeats = last.proof is Proof.NONE
+        causes.append(
+            Cause(on=On.ANY, text=last.text, member=last.member, corrupts=True, repeats=repeats)
+        )
     if not suspects and not causes:
+        causes.extend(_on_corrupt_nodes(job, membership, state, now))
         causes.extend(_straggler(job, membership, state, now))
     if not suspects and all(cause.voluntary for cause in causes):
         causes.extend(_hang(job, membership, observed, state, now))
@@ -176,14 +186,14 @@ def principal(causes: Iterable[Cause]) -> tuple[Cause, ...]:
     as a result: they vanish, exit with a traceback (code 1) or are aborted (codes from 128 on).
     When a rank died of something else, code 1 and ranks without a code are its consequence. Codes
     with which Holdfast ends a rank are the consequence of any other. A fault of hardware explains
-    any end by itself."""
+    any end by itself. Replicas that differ are nobody's consequence."""
     found = tuple(causes)
     if any(not (c.ended_by_holdfast or c.voluntary) for c in found):
         found = tuple(c for c in found if not c.ended_by_holdfast)
     if any(c.on in (On.NODE_LOST, On.DISRUPTION) and not c.voluntary for c in found):
-        return tuple(c for c in found if not _follows_a_loss(c))
+        return tuple(c for c in found if c.corrupts or not _follows_a_loss(c))
     if any(c.on is On.EXIT_CODE and not _may_follow(c) for c in found):
-        return tuple(c for c in found if c.on is not On.ANY and not _may_follow(c))
+        return tuple(c for c in found if c.corrupts or (c.on is not On.ANY and not _may_follow(c)))
     return found
 
 
@@ -389,6 +399,16 @@ def _reasons_to_move(
     elif agent is not None and is_unschedulable(agent) and now - since >= UNSCHEDULABLE_S:
         text = f"there is no room for member {member.index} on node {member.node} ({agent.why})"
         yield Cause(on=On.DISRUPTION, text=text, member=member.index, voluntary=True, stuck=True)
+
+
+def _on_corrupt_nodes(
+    job: MoETrainingJob, membership: Membership, state: ControlState, now: float
+) -> Iterator[Cause]:
+    """Find members that work where a rank had wrong bytes."""
+    for index in members_to_move(job, membership, state, now):
+        node = membership.member(index).node
+        text = f"member {index} is on {node}, where a rank had wrong bytes"
+        yield Cause(on=On.ANY, text=text, member=index, voluntary=True, was_corrupt=True)
 
 
 def _straggler(

@@ -85,6 +85,13 @@ def is_anything_saved(job: MoETrainingJob, observed: ClusterView, state: Control
     return any(view.protected is not None for view in views)
 
 
+def just_saved(state: ControlState, membership: Membership, now: float) -> bool:
+    """Whether a generation of this epoch became safe in this turn: the best moment for a recovery
+    that is not urgent."""
+    saved = state.saved
+    return saved is not None and saved.epoch == membership.epoch and state.saved_at == now
+
+
 def agent_at(observed: ClusterView, member: Member) -> AgentView | None:
     """Agent of the member on the member's node; None when there is none."""
     return observed.agent(member.index, member.node)

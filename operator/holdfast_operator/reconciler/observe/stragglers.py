@@ -5,6 +5,7 @@ from __future__ import annotations
 from holdfast_core.job.parsing import MoETrainingJob, OnStraggler
 from holdfast_core.snapshots.membership import Membership, Redundancy
 from holdfast_core.stragglers import Straggler, StragglerWatch
+from holdfast_operator.reconciler.observe.lookups import just_saved
 from holdfast_operator.reconciler.observe.views import ControlState
 
 COOL_DOWN_S = 1800.0
@@ -43,11 +44,10 @@ def member_to_move(
     policy = job.spec.failure_policy.on_straggler
     if policy is not OnStraggler.REPLACE or job.spec.redundancy.type is Redundancy.NONE:
         return None
-    member, saved = slow_member(job, membership, state.straggling), state.saved
+    member = slow_member(job, membership, state.straggling)
     if member is None or member in state.replaced_stragglers:
         return None
     moved_at = state.straggler_replaced_at
     if moved_at is not None and now - moved_at < COOL_DOWN_S:
         return None
-    just_saved = saved is not None and saved.epoch == membership.epoch and state.saved_at == now
-    return member if just_saved else None
+    return member if just_saved(state, membership, now) else None

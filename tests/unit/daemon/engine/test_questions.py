@@ -104,23 +104,26 @@ DIVERGED = Divergence(
 )
 
 
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    ("known", "since"), [(False, 0), (False, 1), (True, 0), (False, 2)], ids=str
+)
 def test_the_session_of_the_next_epoch_gets_its_ranks_report_of_an_open_divergence(
-    known: bool,
+    known: bool, since: int
 ) -> None:
+    """But not that of another world, whose ranks and sums are others."""
     engine, session = directed(MEMBERSHIP)
     named = structs.replace(DIVERGED, wrong=(1,), proof=Proof.MAJORITY)
     told = named if known else DIVERGED
     engine.progress(session, step=20, now=1.0, divergence=told)
     assert [rank.divergence for rank in engine.overview().ranks] == [told]
-    engine.set_membership(replace(MEMBERSHIP, epoch=2), 2.0)
+    engine.set_membership(replace(MEMBERSHIP, epoch=2, since=since), 2.0)
     assert [rank.divergence for rank in engine.overview().ranks] == [None]
     later = open_session(engine, epoch=2)
     engine.progress(later, step=10, now=3.0)
     for rank, identity in list(engine.memory.arenas):
         engine.on_completion(ArenaReady(rank=rank, layout_id=identity, slots=3), 4.0)
     opened = engine.opened(later)
-    assert opened is not None and opened.earlier == (None if known else DIVERGED)
+    assert opened is not None and opened.earlier == (None if known or since == 2 else DIVERGED)
 
 
 def test_of_replicas_that_are_equal_again_nothing_is_left() -> None:

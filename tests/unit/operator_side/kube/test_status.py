@@ -550,6 +550,12 @@ def test_the_newest_corruption_stays_in_the_status_and_is_shown() -> None:
     assert f"CORRUPT: {text}" in console.file.getvalue()  # type: ignore[attr-defined]
     told = " ".join(story_of("llm", shown, ()).split())
     assert "What wants attention:" in told and f"replicas diverged: {text}" in told
+    for over in (shown | {"epoch": 2}, shown | {"phase": "Complete"}):
+        console = Console(file=io.StringIO(), width=300)
+        console.print(status_view("llm", over, ()))
+        view = console.file.getvalue()  # type: ignore[attr-defined]
+        assert f"replicas differed in epoch 1: {text}" in view and "CORRUPT" not in view
+        assert "replicas diverged" not in story_of("llm", over, ())
 
 
 def with_slow_ranks(world: World, *slow: int) -> World:

@@ -11,6 +11,8 @@ from virtual_world import World, make_job, running
 
 from holdfast_core.corruption import Divergence, Proof
 from holdfast_operator.reconciler.observe.corruption import PAUSE_S
+from holdfast_operator.reconciler.observe.views import PublishMembership
+from holdfast_operator.reconciler.reconcile import reconcile
 
 FOUND = Divergence(
     step=41,
@@ -107,6 +109,18 @@ def test_a_node_that_is_lost_at_the_same_time_keeps_nobody_in_the_wrong_state() 
     begun = next(each for each in world.published if each.epoch == 2)
     assert begun.restarting == {0, 1, 2, 3}
     assert "n1" not in {member.node for member in begun.members}
+    assert any("has wrong bytes" in text for text in world.messages("Recovering"))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_that_crashes_at_the_same_time_keeps_nobody_on_the_wrong_node(rank: int) -> None:
+    """Memory that is bad ends ranks as well."""
+    world = job_that()
+    world.exit_rank(rank, 139)
+    conclude(world, FOUND)
+    assert world.membership.restarting == {0, 1, 2, 3}
+    assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+    assert "rank 2 of member 2 on n2 has wrong bytes" in world.messages("Recovering")[0]
 
 
 def test_a_job_loses_one_node_in_a_day_however_often_its_replicas_differ() -> None:
@@ -153,13 +167,41 @@ def test_of_two_replicas_both_repeat_the_steps_and_then_the_wrong_one_moves(
     assert world.membership.epoch == 3, "one node in a day"
 
 
+@pytest.mark.parametrize("drained", [True, False])
+def test_nobody_moves_or_joins_where_the_same_steps_are_to_be_repeated(drained: bool) -> None:
+    """A member that moves has no digests of the first time, and another world has other sums."""
+    world = running(
+        make_job(onCorruption="Replace", spec={**COMPARES_ALL, "minNodes": 3}, spares=0), step=40
+    )
+    world.kill_node("n1")
+    world.settle(60.0)
+    assert [member.index for member in world.membership.members] == [0, 2, 3]
+    resume(world)
+    epoch = world.membership.epoch
+    world.revive_daemon("n1", new_memory=True)
+    world.gone.discard("n1")
+    if drained:
+        world.notices["n2"] = "it is drained"
+    else:
+        world.settle(2.0)
+        assert world.agent_waits("n1"), "a member is ready to join"
+    world.divergences = dict.fromkeys(
+        (0, 2, 3), replace(PAIR, step=61, equal_step=60, ranks=(0, 1))
+    )
+    world.train(61, protect=False)
+    world.look()
+    assert world.membership.epoch == epoch + 1
+    assert world.nodes_of_members() == ["n0", "n2", "n3"]
+    assert world.membership.restarting == {0, 2, 3}
+
+
 def test_where_repeated_steps_show_nothing_the_job_goes_on_and_nobody_is_blamed() -> None:
     world = job_that()
     conclude(world, PAIR)
     resume(world)
     conclude(world, UNDECIDED)
     assert world.membership.epoch == 2 and kinds(world) == {}
-    assert "training is not deterministic" in world.messages("Corruption")[-1]
+    assert "a device is wrong in the same way each time" in world.messages("Corruption")[-1]
     resume(world, 80)
     conclude(world, replace(PAIR, step=81, equal_step=80))
     assert world.membership.epoch == 2
@@ -243,6 +285,157 @@ def test_a_control_loop_that_starts_again_tells_and_does_nothing_twice(action: s
     assert len(world.messages("Corruption")) == (1 if action == "Report" else 2)
     assert world.state.corruption is not None and world.state.corruption.member == 2
     assert set(map(tuple, kinds(world).values())) == {("Corruption",)}
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_divergence_that_is_over_is_not_undone_when_the_day_is(saves: bool) -> None:
+    world = job_that()
+    conclude(world, FOUND)
+    resume(world)
+    conclude(world, replace(FOUND, step=70, equal_step=69, wrong=(1,)))
+    world.train(5000, protect=saves)
+    conclude(world, None)
+    world.now += PAUSE_S
+    world.train(5001, protect=saves)
+    world.settle(1.0)
+    assert world.membership.epoch == 2
+
+
+def test_a_divergence_that_goes_on_is_undone_after_the_day_as_the_event_says() -> None:
+    world = job_that()
+    conclude(world, FOUND)
+    resume(world)
+    drift = replace(PAIR, step=70, equal_step=69)
+    conclude(world, drift)
+    assert (
+        "and do so again after it if these replicas still differ"
+        in (world.messages("Corruption")[-1])
+    )
+    world.now += PAUSE_S
+    world.train(90, protect=False)
+    world.settle(1.0)
+    assert world.membership.epoch == 3
+
+
+def test_a_person_who_asks_for_returns_later_undoes_nothing_that_is_over() -> None:
+    world = job_that("Report")
+    conclude(world, FOUND)
+    resume(world)
+    conclude(world, None)
+    world.job = job_that().job
+    world.settle(1.0)
+    assert world.membership.epoch == 1
+
+
+def test_replicas_that_were_saved_equal_since_have_nothing_to_undo() -> None:
+    """The report of a rank is older than what its daemon has sealed since."""
+    world = job_that()
+    world.train(42, protect=True)
+    conclude(world, PAIR)
+    assert world.membership.epoch == 1
+    (text,) = world.messages("Corruption")
+    assert text.endswith("the replicas are equal again, so training goes on")
+    resume(world)
+    conclude(world, None)
+    conclude(world, replace(PAIR, step=70, equal_step=69))
+    assert world.membership.epoch == 2, "the return of this day is not used up"
+
+
+@pytest.mark.parametrize("proof", [Proof.MAJORITY, Proof.REPEATED])
+def test_a_return_that_was_stored_but_not_published_is_finished(proof: Proof) -> None:
+    world = job_that()
+    found = FOUND
+    if proof is Proof.REPEATED:
+        conclude(world, PAIR)
+        resume(world)
+        found = AGAIN
+    published = len(world.published)
+    world.divergences = dict.fromkeys(range(4), found)
+    decision = reconcile(world.job, world.observed(), world.state, world.now)
+    assert any(isinstance(action, PublishMembership) for action in decision.actions)
+    world.state = decision.state
+    world.restart()
+    world.settle(1.0)
+    assert len(world.published) == published + 1
+    assert world.membership.restarting == {0, 1, 2, 3}
+    assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+    assert world.state.counted == 0
+
+
+def test_steps_that_were_repeated_for_another_reason_move_the_wrong_member_as_well() -> None:
+    """The rank was lost before both candidates had reported."""
+    world = job_that()
+    conclude(world, PAIR, ranks=[0, 1, 3])
+    world.divergences = {}
+    world.lose_rank(1)
+    world.settle(5.0)
+    assert world.membership.epoch == 2
+    resume(world)
+    conclude(world, AGAIN)
+    assert world.membership.epoch == 3 and world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_member_whose_group_cannot_bear_its_move_yet_moves_once_it_can(repeated: bool) -> None:
+    world = job_that(spares=2)
+    world.protects = False
+    world.kill_node("n1")
+    world.settle(30.0)
+    assert world.nodes_of_members() == ["n0", "n4", "n2", "n3"], "n4 is not filled yet"
+    world.train(41, protect=False)
+    if repeated:
+        conclude(world, PAIR)
+        world.train(41, protect=False)
+    conclude(world, AGAIN if repeated else FOUND)
+    assert world.nodes_of_members() == ["n0", "n4", "n2", "n3"]
+    assert world.membership.restarting == {0, 1, 2, 3}
+    epoch = world.membership.epoch
+    resume(world)
+    assert world.membership.epoch == epoch + 1
+    assert world.nodes_of_members() == ["n0", "n4", "n5", "n3"]
+    assert "member 2 is on n2, where a rank had wrong bytes" in world.messages("Recovering")[-1]
+    resume(world, 80)
+    assert world.membership.epoch == epoch + 1
+
+
+def test_a_member_moves_once_there_is_a_spare() -> None:
+    world = job_that()
+    world.cordoned.add("n4")
+    conclude(world, FOUND)
+    resume(world)
+    assert world.membership.epoch == 2 and world.nodes_of_members()[2] == "n2"
+    world.cordoned.clear()
+    resume(world, 70)
+    assert world.membership.epoch == 3 and world.nodes_of_members()[2] == "n4"
+    assert world.state.counted == 0
+
+
+def test_a_node_with_wrong_bytes_is_no_spare_while_there_is_another() -> None:
+    world = job_that(spares=3)
+    conclude(world, FOUND)
+    assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+    world.now += PAUSE_S
+    resume(world)
+    conclude(world, replace(FOUND, step=70, equal_step=69, wrong=(1,)))
+    assert world.rating("n2").score == 0.0, "the record of the cluster excuses both"
+    assert world.nodes_of_members() == ["n0", "n5", "n4", "n3"]
+    resume(world, 80)
+    world.kill_node("n3")
+    world.settle(30.0)
+    assert world.nodes_of_members() == ["n0", "n5", "n4", "n6"]
+
+
+def test_a_node_with_wrong_bytes_is_better_than_none_until_there_is_another() -> None:
+    world = job_that(spares=2)
+    conclude(world, FOUND)
+    resume(world)
+    world.cordoned.add("n5")
+    world.kill_node("n0")
+    world.settle(30.0)
+    assert world.nodes_of_members() == ["n2", "n1", "n4", "n3"]
+    world.cordoned.clear()
+    resume(world, 80)
+    assert world.nodes_of_members() == ["n5", "n1", "n4", "n3"]
 
 
 def test_equal_replicas_raise_no_alarm() -> None:

@@ -237,6 +237,8 @@ LATER = replace(
         text="ranks 2 and 3 are wrong",
     ),
     corruption_undone_at=95.5,
+    corruption_undone_epoch=2,
+    corrupt_nodes=frozenset({"n2"}),
 )
 """With values for the fields that earlier versions do not have."""
 

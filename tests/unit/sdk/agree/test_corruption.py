@@ -325,10 +325,11 @@ def test_training_that_is_not_deterministic_blames_nobody(jobs: list[Job], adamw
     assert found is not None and (found.wrong, found.proof) == ((), Proof.UNDECIDED)
 
 
-def test_ranks_that_always_compute_different_things_are_both_right(
+def test_ranks_that_always_compute_different_things_show_nobody_to_blame(
     jobs: list[Job], adamw: Make
 ) -> None:
-    """Such as one whose gradient is not reduced: the script is wrong, and no device is."""
+    """Such as one whose gradient is not reduced, or a device that is wrong in the same way each
+    time: nothing shows which of these it is, so nobody is blamed."""
     job = trained(jobs, 2, adamw)
     line = job.state()
     job.noise = lambda rank: rank * 1e-3
@@ -337,6 +338,51 @@ def test_ranks_that_always_compute_different_things_are_both_right(
     assert gone_on(job) == 1
     found = job.found()
     assert found is not None and (found.wrong, found.proof) == ((), Proof.UNDECIDED)
+
+
+def test_a_pair_that_differs_hides_nobody_who_is_outvoted_later(
+    jobs: list[Job], adamw: Make
+) -> None:
+    job = trained(jobs, 4, adamw)
+    before = job.state()
+    job.noise = lambda rank: (rank % 2) * 1e-3
+    assert gone_on(job, 1) == 1
+    tie = job.found()
+    assert tie is not None and tie.proof is Proof.NONE
+    job.noise = lambda rank: 0.0
+    job.restore(before)
+    job.train(wrong=3)
+    assert all(job.save())
+    named = job.found()
+    assert named is not None and (named.wrong, named.proof) == ((3,), Proof.MAJORITY)
+    job.noise = lambda rank: (rank % 2) * 1e-3
+    gone_on(job, 2)
+    assert job.found() == named
+
+
+def test_a_difference_after_the_step_in_question_was_not_repeated(
+    jobs: list[Job], adamw: Make
+) -> None:
+    job, line = diverged_pair(jobs, adamw, "parameter", 0)
+    repeated(job, line)
+    job.train()
+    assert not any(job.save())
+    job.train()  # its save is skipped
+    job.train(wrong=1)
+    assert all(job.save())
+    found = job.found()
+    assert found is not None and (found.wrong, found.proof) == ((), Proof.NONE)
+
+
+def test_a_first_comparison_that_differs_claims_nothing_of_earlier_ones(
+    jobs: list[Job], adamw: Make
+) -> None:
+    job = Job(2, adamw)
+    jobs.append(job)
+    job.train(wrong=1)
+    for error in job.save():
+        assert "no comparison of this session has found them equal" in str(error)
+        assert "mixture" not in str(error), "every save is compared"
 
 
 def test_without_one_ranks_memory_of_the_first_time_nobody_is_blamed(

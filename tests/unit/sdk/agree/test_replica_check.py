@@ -304,6 +304,32 @@ def test_at_most_so_many_whole_saves_are_mixed(
     assert max(mixed, default=0) < every
 
 
+def session_in_pair(daemon: FakeDaemon) -> tuple[ProtectedSession, ReplicaCheck, UnitDigests]:
+    """The session of rank 0, the comparisons of rank 1, and what both hold at first."""
+    pair, meeting = Topology(dp=2), Meeting(2)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    live = LiveState(model, [torch.optim.SGD(model.parameters())], pair, 0)
+    if isinstance(daemon, Overtaking):
+        daemon.parameter = model.get_parameter("0.weight")
+    engine = CopyEngine(1, CpuDevice())
+    held_by_both = digests_of(live.discover(), pair, 0, engine, None)
+    engine.close()
+    session = ProtectedSession(
+        live=live,
+        stateful={},
+        topology=pair,
+        rank=0,
+        client=daemon,
+        exchange=Alone(),
+        device=CpuDevice(),
+        settings=Settings(start_wait_s=WAIT_S, report_interval_s=3600.0),
+        replica_check=ReplicaCheck(Seat(meeting, 0), pair, 1),
+        strategy=WholeCapture(),
+        interval=DueSaves(),
+    )
+    return session, ReplicaCheck(Seat(meeting, 1), pair, 1), held_by_both
+
+
 class Overtaking(FakeDaemon):
     """Training goes on when a slot is granted, without waiting for the copy."""
 
@@ -317,29 +343,8 @@ class Overtaking(FakeDaemon):
 
 def test_a_save_that_training_overtook_is_no_divergence(tmp_path: Path) -> None:
     """Rank 0 is a session; rank 1 says that it holds what rank 0 held when both saved."""
-    pair, meeting = Topology(dp=2), Meeting(2)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-    optimizer = torch.optim.SGD(model.parameters())
-    live = LiveState(model, [optimizer], pair, 0)
     daemon = Overtaking(tmp_path, rank=0, world_size=2)
-    daemon.parameter = model.get_parameter("0.weight")
-    engine = CopyEngine(1, CpuDevice())
-    held_by_both = digests_of(live.discover(), pair, 0, engine, None)
-    engine.close()
-    session = ProtectedSession(
-        live=live,
-        stateful={},
-        topology=pair,
-        rank=0,
-        client=daemon,
-        exchange=Alone(),
-        device=CpuDevice(),
-        settings=Settings(start_wait_s=WAIT_S),
-        replica_check=ReplicaCheck(Seat(meeting, 0), pair, 1),
-        strategy=WholeCapture(),
-        interval=DueSaves(),
-    )
-    other = ReplicaCheck(Seat(meeting, 1), pair, 1)
+    session, other, held_by_both = session_in_pair(daemon)
     other.on_save_called(0, 1)
     other.hand_over(0, held_by_both)
     error = session.save(1).committed.exception(WAIT_S)
@@ -349,3 +354,19 @@ def test_a_save_that_training_overtook_is_no_divergence(tmp_path: Path) -> None:
     assert session.problem is None
     session.close()
     other.close(WAIT_S)
+
+
+def test_what_the_last_save_has_shown_is_reported_before_the_session_ends(tmp_path: Path) -> None:
+    """The next report would have been due in an hour."""
+    daemon = FakeDaemon(tmp_path, rank=0, world_size=2)
+    session, other, held_by_both = session_in_pair(daemon)
+    for number, digests in enumerate([held_by_both, UnitDigests({"layer0/dense": 9}, {})]):
+        other.on_save_called(number, number + 1)
+        handle = session.save(number + 1)
+        assert other.due(number, WAIT_S)
+        other.hand_over(number, digests)
+        error = handle.committed.exception(WAIT_S)
+        assert isinstance(error, ReplicasDivergedError) == (number == 1), error
+    session.close()
+    other.close(WAIT_S)
+    assert [report.divergence and report.divergence.step for report in daemon.reports] == [None, 2]

@@ -14,7 +14,7 @@ from holdfast._agree.exchange import Alone
 from holdfast._elastic.session import ElasticSession
 from holdfast._exits import exit_code_of
 from holdfast.testing import FakeDaemon
-from holdfast_core.errors import BeginsAnewError, UnreachableError
+from holdfast_core.errors import BeginsAnewError, ReplicasDivergedError, UnreachableError
 from holdfast_core.exit_codes import BEGINS_ANEW
 from holdfast_core.protection.standing import (
     RankStanding,
@@ -175,3 +175,29 @@ def test_the_step_counter_of_a_stack_keeps_nobody_from_going_live(
     found = trainer.optimizer.state[trainer.model.layers[0].experts.w]
     assert found["step"].numel() == 1, "one number for three experts"
     assert not any(own.unshared for own in stated)
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_nobody_goes_on_live_with_the_state_of_replicas_that_differ(
+    differs: bool, trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    """A new rank would get wrong values from the only one that is left, and both would be equal."""
+    world, made, run = FirstStep(lambda own: [own]), list[Any](), list[int]()
+
+    def open_one(*given: Any) -> Any:
+        made.append(open_session(*given))
+        return made[-1]
+
+    session = session_in(world, trainer, open_one, tmp_path)
+    for step in session.steps(3):
+        with step:
+            run.append(int(step))
+            if run == [1, 2]:
+                check = made[0]._saver.replica_check
+                check.problem = ReplicasDivergedError("they differ") if differs else None
+                raise UnreachableError("a rank is lost")
+            trainer.train()
+    assert run == [1, 2, 2, 3]
+    [verdict] = world.verdicts
+    assert verdict.action is (StandingAction.LINE if differs else StandingAction.LIVE)
+    assert ("its replicas differ" in verdict.reason) == differs
