@@ -681,13 +681,15 @@ class JobEngine:
             record.oom_killed_in = max(record.oom_killed_in, epoch)
 
     def worked(self, epoch: int, world_ranks: Collection[int], now: float) -> None:
-        """Record that an agent recently saw workers of `epoch` at work. Does nothing when that
-        epoch has ended. Raises as `rank_in_world` does.
+        """Record that an agent recently saw workers of `epoch` at work, and no others. Does nothing
+        when that epoch has ended. Raises as `rank_in_world` does.
 
         For a worker that has never saved, work is progress, as it was before its first step: its
         script did not agree to report steps."""
         if epoch == self.memory.epoch:
-            for rank in [self.rank_in_world(each) for each in set(world_ranks)]:
+            ranks = [self.rank_in_world(each) for each in set(world_ranks)]
+            self.memory.work_reported_at = now
+            for rank in ranks:
                 record = self.memory.rank(rank)
                 record.worked = (epoch, now)
                 if record.unprotected_in == epoch and record.failure_code == UnsavedError.code:

@@ -181,6 +181,8 @@ class JobOverview:
     copies."""
     persist: PersistOverview | None
     """State of the durable tier; None where the job has none."""
+    work_reported_at: float
+    """See `JobMemory.work_reported_at`."""
     inspection: Inspection | None
     """The newest inspection of this epoch; None without any."""
 
@@ -224,6 +226,7 @@ def overview(memory: JobMemory) -> JobOverview:
         current_loss=current_loss(memory),
         plan=current_plan(memory),
         persist=_persist(memory),
+        work_reported_at=memory.work_reported_at,
         inspection=memory.inspection,
     )
 

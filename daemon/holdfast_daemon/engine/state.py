@@ -5,6 +5,7 @@ Plain mutable records, like those of `slots`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -233,6 +234,8 @@ class JobMemory:
     retry_at: dict[str, float] = field(default_factory=dict)
     agent_waiting: bool = False
     inspection: Inspection | None = None
+    work_reported_at: float = -math.inf
+    """Monotonic time in seconds of the newest report of this epoch on which workers work."""
     peers_kept: frozenset[Generation] = frozenset()
     persist: PersistMemory = field(default_factory=PersistMemory)
     loading: Loading = field(default_factory=Loading)
@@ -304,6 +307,7 @@ class JobMemory:
         self.loading = Loading()
         self.wrong_rebuilds, self.parity_failure = {}, ""
         self.agent_waiting, self.inspection = False, None
+        self.work_reported_at = -math.inf
         for _, slot in self.slots():
             slot.verified = slot.verifying = False
         for parity in self.parities.values():

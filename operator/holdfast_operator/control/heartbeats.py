@@ -133,6 +133,7 @@ def _rank_view(state: control_pb2.RankState) -> RankView:
         repeated_after=state.repeated_after if state.HasField("repeated_after") else None,
         no_replay=last_lines(state.no_replay),
         since_work_s=state.since_work_s if state.HasField("since_work_s") else None,
+        work_reported=state.work_reported,
         unprotected=state.unprotected,
         exit_reason=EndReason.of(state.exit_reason),
         kernel_messages=last_lines(state.kernel_messages),

@@ -452,12 +452,13 @@ def _hang(
             text = f"{stall.quiet_text} for {stall.quiet_s:.1f} s{found}"
             yield Cause(on=On.HANG, text=text, member=stall.member)
         return
-    ranks = [r for r in ranks_in(observed, membership) if r.at_work]
+    everyone = ranks_in(observed, membership)
+    ranks = [r for r in everyone if r.at_work]
     if not ranks:
         return
     idle_s = min(r.idle_s for r in ranks)
     started = any(r.step > (state.started_from or 0) for r in ranks)
-    if started and not hang_limit(job, state).is_passed(ranks):
+    if started and not hang_limit(job, state).is_passed(everyone, membership.world_size):
         return
     if not started and idle_s < job.spec.failure_policy.detection.start_limit_s:
         return

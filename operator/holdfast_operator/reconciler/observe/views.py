@@ -62,6 +62,8 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     since_work_s: float | None = None
     """Seconds since its launcher last saw its worker work in this epoch: use the processor, read or
     write. None when it has not, or the launcher is not Holdfast's."""
+    work_reported: bool = False
+    """Whether its launcher has just reported if it works: otherwise it may work unseen."""
     unprotected: bool = False
     """Whether it trains without a session, because its saves are refused or it makes none."""
     exit_reason: EndReason = EndReason.UNKNOWN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -129,12 +130,16 @@ def test_an_inspection_is_recorded_for_the_rank_once_and_forgotten_with_the_epoc
 
 def test_work_is_recorded_for_the_rank_and_forgotten_with_the_epoch(engine: JobEngine) -> None:
     engine.worked(3, [7], 1.0)  # of the world that has ended
+    assert engine.overview().work_reported_at == -math.inf
     engine.worked(4, [5], 2.0)
     assert {r.rank: r.worked_at for r in engine.overview().ranks} == {6: None, 7: 2.0}
+    engine.worked(4, [], 4.0)  # no process works, which is a report as well
+    assert engine.overview().work_reported_at == 4.0
     with pytest.raises(StaleEpochError, match="an earlier world calls itself rank 0"):
         engine.worked(4, [5, 0], 3.0)
     engine.memory.begin_epoch(replace(SHRUNK, epoch=5))
     assert {r.worked_at for r in engine.overview().ranks} == {None}
+    assert engine.overview().work_reported_at == -math.inf
 
 
 def test_a_reason_is_recorded_with_the_exit_and_holds_in_its_epoch(engine: JobEngine) -> None:

@@ -182,6 +182,8 @@ class World:
         """Ranks that have no session, although their agents run: not yet, or no more."""
         self.worked_at: dict[int, float] = {}
         """Rank → when its launcher last saw its worker work; `inf`: it works all the time."""
+        self.unreported: set[int] = set()
+        """Ranks whose launchers have ceased to report whether they work."""
         self.unprotected: set[int] = set()
         """Ranks that train without a session."""
         self.oom_epochs: dict[int, int] = {}
@@ -345,6 +347,7 @@ class World:
                         if rank in self.worked_at
                         else None
                     ),
+                    work_reported=rank in self.worked_at and rank not in self.unreported,
                     unprotected=rank in self.unprotected and works,
                     exit_reason=self._end_reason(rank, daemon, membership.epoch),
                     kernel_messages=daemon.kernel_messages.get(rank, ""),

@@ -41,7 +41,7 @@ class Watched:
                 idle_s = look_at - began
                 self.pauses = self.pauses.follow(self.epoch, self.step, idle_s, look_at)
                 limit = HangLimit(steps_s=HANGING_S, quiet_s=self.pauses.quiet_limit_s)
-                if limit.is_passed(ranks(idle_s, works)):
+                if limit.is_passed(ranks(idle_s, works), 2):
                     found.append(idle_s)
                     self.epoch, self.now = self.epoch + 1, look_at
                     break
@@ -50,9 +50,16 @@ class Watched:
 
 
 def ranks(idle_s: float, works: bool) -> list[RankView]:
-    quiet = RankView(rank=0, idle_s=idle_s, state=RankHealth.HEALTHY, since_work_s=idle_s)
-    other = RankView(rank=1, idle_s=idle_s, since_work_s=0.0 if works else idle_s)
-    return [quiet, other]
+    return [
+        RankView(
+            rank=rank,
+            idle_s=idle_s,
+            state=RankHealth.HEALTHY,
+            since_work_s=since_s,
+            work_reported=True,
+        )
+        for rank, since_s in enumerate((idle_s, 0.0 if works else idle_s))
+    ]
 
 
 def steps(step_s: float, hours: float) -> Iterator[Pause]:
@@ -180,13 +187,20 @@ def test_a_number_of_the_job_stays_as_it_is() -> None:
     assert world.state.recoveries == 1
 
 
-@pytest.mark.parametrize("launcher", ["works", "reports nothing"])
+@pytest.mark.parametrize(
+    "launcher", ["works", "works without a session", "reports nothing", "reports no more"]
+)
 def test_while_one_rank_works_or_may_work_the_fixed_limit_applies(launcher: str) -> None:
     world = watched()
-    del world.worked_at[2]
+    if launcher == "reports no more":
+        world.unreported = {2}
+    else:
+        del world.worked_at[2]
+    if launcher == "works without a session":  # It evaluates, and the others wait for it.
+        world.sessionless = {2}
     for _ in range(300):
         world.idle_s += 1.0
-        if launcher == "works":
+        if launcher.startswith("works"):
             world.worked_at[2] = world.now
         world.settle(1.0)
     assert world.state.recoveries == 0
