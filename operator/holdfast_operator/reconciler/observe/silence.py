@@ -67,12 +67,25 @@ def limit_in_words(job: MoETrainingJob, state: ControlState) -> str:
 
 
 def with_pauses(
-    observed: ClusterView, membership: Membership, state: ControlState, now: float
+    job: MoETrainingJob,
+    observed: ClusterView,
+    membership: Membership,
+    state: ControlState,
+    now: float,
 ) -> ControlState:
-    """`state`, which has learned from the pauses between the steps of a job that trains."""
-    ranks = [rank for rank in ranks_in(observed, membership) if rank.at_work]
+    """`state`, which has learned from the pauses between the steps of a job that trains, unless
+    the job sets the limit."""
+    if job.spec.failure_policy.detection.hang_seconds is not None:
+        return state
+    everyone = ranks_in(observed, membership)
+    ranks = [rank for rank in everyone if rank.at_work]
     step = max((rank.step for rank in ranks), default=0)
     if state.started_from is None or step <= state.started_from:
         return state
     idle_s = min(rank.idle_s for rank in ranks)
-    return replace(state, pauses=state.pauses.follow(membership.epoch, step, idle_s, now))
+    pauses = state.pauses.follow(membership.epoch, step, idle_s, now, state.learned_hang)
+    state = replace(state, pauses=pauses)
+    limit = hang_limit(job, state)
+    if idle_s < limit.steps_s and limit.is_passed(everyone, membership.world_size):
+        state = replace(state, learned_hang=True)
+    return state
