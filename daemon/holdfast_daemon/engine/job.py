@@ -669,7 +669,7 @@ class JobEngine:
     ) -> None:
         """Record that a worker of `epoch` failed, the end of its stderr, the reason, and what the
         kernel wrote about it. Failures in an ended epoch are ignored, since workers are killed
-        then, unless memory was short.
+        then, unless memory was short, or the hardware had a fault.
         Raises as `rank_in_world` does."""
         if epoch == self.memory.epoch:
             record = self.memory.rank(self.rank_in_world(world_rank))
@@ -679,6 +679,11 @@ class JobEngine:
         if reason is EndReason.OOM_KILLED and epoch <= self.memory.epoch:
             record = self.memory.rank(self.rank_of_lane(world_rank))
             record.oom_killed_in = max(record.oom_killed_in, epoch)
+        if reason is EndReason.HARDWARE_FAULT and epoch <= self.memory.epoch:
+            record = self.memory.rank(self.rank_of_lane(world_rank))
+            record.hardware_fault_in = max(record.hardware_fault_in, epoch)
+            if record.exited[0] != self.memory.epoch:
+                record.kernel_messages = kernel_messages
 
     def worked(self, epoch: int, world_ranks: Collection[int], now: float) -> None:
         """Record that an agent recently saw workers of `epoch` at work, and no others. Does nothing

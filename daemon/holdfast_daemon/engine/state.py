@@ -113,6 +113,8 @@ class RankRecord:
     oom_killed_in: int = 0
     """Newest epoch in which the kernel killed it for lack of memory. The agent's report may come
     when the next epoch has begun."""
+    hardware_fault_in: int = 0
+    """Newest epoch in which it ended after a fault of hardware; the report may be as late."""
     worked: tuple[int, float] = (0, 0.0)
     """(epoch, monotonic time in seconds) of the newest report of the agent that it had worked."""
     unprotected_in: int = 0

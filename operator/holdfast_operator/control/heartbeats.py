@@ -138,6 +138,7 @@ def _rank_view(state: control_pb2.RankState) -> RankView:
         exit_reason=EndReason.of(state.exit_reason),
         kernel_messages=last_lines(state.kernel_messages),
         oom_killed_in=state.oom_killed_in,
+        hardware_fault_in=state.hardware_fault_in,
         times=times_from_proto(state.times) if state.HasField("times") else None,
         divergence=_divergence(state),
     )
@@ -165,7 +166,7 @@ def evidence_of(view: JobView) -> object:
             (
                 *(each.rank, each.pid, each.lost, each.restored, each.restored_from),
                 *(each.exit_code, each.exit_reason, each.oom_killed_in, each.unprotected),
-                each.divergence,
+                *(each.hardware_fault_in, each.divergence),
             )
             for each in view.ranks
         ),

@@ -160,6 +160,27 @@ def test_a_kill_for_lack_of_memory_is_recorded_when_its_epoch_has_ended(engine: 
     assert {r.oom_killed_in for r in engine.overview().ranks} == {0, 3}
 
 
+def test_a_fault_of_hardware_is_recorded_when_its_epoch_has_ended(engine: JobEngine) -> None:
+    before = evidence(engine.memory)
+    engine.worker_exited(3, 7, 134, "", EndReason.HARDWARE_FAULT, "Xid 79")  # as in the last world
+    assert evidence(engine.memory) != before
+    found = {
+        r.rank: (r.hardware_fault_in, r.exit_code, r.kernel_messages)
+        for r in engine.overview().ranks
+    }
+    assert found == {6: (0, 0, ""), 7: (3, 0, "Xid 79")}
+    engine.worker_exited(9, 7, 137, "", EndReason.HARDWARE_FAULT)  # of an epoch that never was
+    assert {r.hardware_fault_in for r in engine.overview().ranks} == {0, 3}
+
+
+def test_a_failure_is_told_with_its_own_messages_and_not_with_older_ones(
+    engine: JobEngine,
+) -> None:
+    engine.worker_exited(4, 5, 1, "", EndReason.UNKNOWN, "Xid 45")
+    engine.worker_exited(3, 7, 134, "", EndReason.HARDWARE_FAULT, "Xid 79")
+    assert {r.rank: r.kernel_messages for r in engine.overview().ranks} == {6: "", 7: "Xid 45"}
+
+
 def test_a_rank_without_a_session_trains_until_it_ends_or_the_epoch_does(
     engine: JobEngine,
 ) -> None:
