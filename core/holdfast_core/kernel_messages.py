@@ -131,6 +131,7 @@ def explaining(
     of_any_process = {KernelMessageKind.HARDWARE, KernelMessageKind.GPU_NOTICE}
     for message in messages:
         starved = message.kind is KernelMessageKind.OUT_OF_MEMORY and memory_was_short
+        starved = starved and message.pid is not None  # else it may be another container's
         if message.kind in of_any_process or starved or message.pid == pid:
             kinds.add(message.kind)
             texts.append(message.text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,6 +115,13 @@ def test_only_what_is_certain_explains_an_end(
     messages = [message for text in texts if (message := message_of(text)) is not None]
     found, lines = explaining(messages, pid, short)
     assert (found, len(lines)) == (reason, shown)
+
+
+def test_in_a_container_lines_about_processes_of_others_are_not_shown() -> None:
+    message = message_of(KILLED)
+    assert message is not None
+    unknown = replace(message, pid=None)
+    assert explaining([unknown], 4242, True) == (EndReason.OOM_KILLED, [])
 
 
 @given(st.text())
