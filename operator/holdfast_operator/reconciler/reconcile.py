@@ -322,9 +322,7 @@ def _note_pauses(
     observation: Observation, state: ControlState, membership: Membership
 ) -> RuleResult:
     """Learn after what silence the job hangs."""
-    state = with_pauses(
-        observation.job, observation.cluster, membership, state, observation.now
-    )
+    state = with_pauses(observation.job, observation.cluster, membership, state, observation.now)
     return RuleResult(state)
 
 

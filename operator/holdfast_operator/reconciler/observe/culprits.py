@@ -100,7 +100,9 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
     groups = _grouped(answers, _place_of)
     told = {place: found for place, found in groups.items() if not place.proves_nothing}
     culprits = _outliers(told)
-    faulty = not culprits and any(each is not None and each.hardware_fault for each in answers.values())
+    faulty = not culprits and any(
+        each is not None and each.hardware_fault for each in answers.values()
+    )
     if faulty:  # With NCCL, all ranks wait in one place.
         groups = _grouped(answers, _place_or_fault)
         told = {place: found for place, found in groups.items() if not place.proves_nothing}

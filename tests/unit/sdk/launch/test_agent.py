@@ -253,7 +253,7 @@ def node(worlds: Worlds, tmp_path: Path) -> Iterator[Callable[..., Node]]:
     """Function that makes the node of a daemon."""
     with ExitStack() as ends, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
-        pids = os.stat("/proc/self/ns/pid").st_ino
+        pids = Path("/proc/self/ns/pid").stat().st_ino
         patch.setattr(kernel_log, "OUTERMOST_PIDS", pids)  # as outside of containers
 
         def make(
