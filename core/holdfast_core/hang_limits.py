@@ -7,7 +7,7 @@ watched. Two things keep the limit from being too short:
 - It is several times the longest pause that was seen, and shrinks only slowly as long as nothing is
   seen: what has not happened in an hour may still come every two. A pause that was taken for a hang
   may have been none, and as long as any. So after one, the limit is the fixed one for good: it is
-  wrong once at most.
+  wrong once at most. Who stores that tells it in each look.
 - It is a limit for *quiet*: no step, and no process that works. Evaluations compute and checkpoints
   write, so for these the limit is the fixed one.
 
@@ -51,22 +51,25 @@ class StepPauses(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     progresses: int = 0
     """Looks of this epoch that showed progress since the look before."""
 
-    def follow(self, epoch: int, step: int, idle_s: float, now: float) -> StepPauses:
+    def follow(
+        self, epoch: int, step: int, idle_s: float, now: float, hung: bool = False
+    ) -> StepPauses:
         """Add a look at a job that trains.
 
         Args:
             step: newest step that any rank has reported.
             idle_s: time since any rank last showed progress.
+            hung: whether a pause was ever taken for a hang because of a limit that was learned.
         """
+        over_s = HANGING_S if hung else self.idle_s
         if epoch != self.epoch:
-            hung = self.idle_s >= self.quiet_limit_s
             return msgspec.structs.replace(
                 self,
                 epoch=epoch,
                 step=step,
                 idle_s=idle_s,
                 progressed_at=now,
-                longest_s=max(self.longest_s, HANGING_S if hung else self.idle_s),
+                longest_s=max(self.longest_s, over_s),
                 progresses=0,
             )
         if step == self.step and idle_s >= self.idle_s:
@@ -76,7 +79,7 @@ class StepPauses(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             step=step,
             idle_s=idle_s,
             progressed_at=now,
-            longest_s=max(self.longest_s, self.idle_s),
+            longest_s=max(self.longest_s, over_s),
             watched_s=self.watched_s + min(max(0.0, now - self.progressed_at), HANGING_S),
             progresses=self.progresses + 1,
         )

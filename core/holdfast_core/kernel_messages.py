@@ -22,10 +22,23 @@ APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 """Errors of GPUs that a program causes, or that follow from its end: those which NVIDIA's device
 plugin for Kubernetes does not count against a device."""
 
-_KILLED = re.compile(r"[Oo]ut of memory(?: \([^)]*\))?: Kill(?:ed)? process (\d+)\b")
-_XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)\b(?:, pid='?(\d+))?")
-_BAD_MEMORY = re.compile(r"due to hardware memory corruption")
-_RECORD = re.compile(r"\d+,\d+,\d+,[^;]*;(.*)")
+HARMLESS_XIDS = frozenset({63, 92})
+"""Errors of a GPU's memory that the GPU has corrected, or that it has remapped."""
+
+_KILLED = re.compile(
+    r"(?:Memory cgroup o|O)ut of memory(?: \([a-z_]*\))?: Kill(?:ed)? process (\d+)\b"
+)
+_XID = re.compile(
+    r"NVRM: Xid \(PCI:([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.[0-7])?\): "
+    r"(\d{1,4})\b(?:, pid='?(\d{1,10})\b)?"
+)
+_RECOVERED = re.compile(r"GPU recovery action changed from .* to 0x0 \(None\)")
+_BAD_MEMORY = re.compile(
+    r"(?:Memory failure: |MCE )0x[0-9a-f]+: (?:Sending SIGBUS to|Killing) .*:(\d{1,10}) "
+    r"due to hardware memory corruption"
+)
+_RECORD = re.compile(r"[0-7],\d+,\d+,[^;]*;(.*)")
+"""Records of the kernel itself, whose facility is 0: users may write those of other facilities."""
 
 
 class KernelMessageKind(StrEnum):
@@ -34,9 +47,13 @@ class KernelMessageKind(StrEnum):
     OUT_OF_MEMORY = "out of memory"
     """The kernel killed a process for lack of memory."""
     HARDWARE = "hardware"
-    """A device, or the memory, of the node is at fault."""
+    """A GPU is at fault."""
+    BAD_MEMORY = "bad memory"
+    """The kernel ended a process because the node's memory that it used is corrupt."""
     GPU_PROGRAM = "GPU program"
     """A GPU ended what a program did there."""
+    GPU_NOTICE = "GPU notice"
+    """A message about a GPU that people should see, and from which nothing follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +65,8 @@ class KernelMessage:
     """The line as the kernel wrote it; printable ASCII."""
     pid: int | None = None
     """Process that it names, as the kernel numbers processes; None for none."""
+    gpu: str = ""
+    """The GPU that it is about, as `gpu_id` has it; empty for none."""
 
 
 def messages_in(records: str) -> Iterator[KernelMessage]:
@@ -61,17 +80,36 @@ def messages_in(records: str) -> Iterator[KernelMessage]:
 
 
 def message_of(text: str) -> KernelMessage | None:
-    """The message in one line of the kernel; None if it is about something else."""
+    """The message in one line of the kernel; None if it is about something else.
+
+    The kernel prints names that users choose, of processes and of files, so only what a line begins
+    with says what it is."""
     text = "".join(c if " " <= c <= "~" else "?" for c in text[:TEXT_CHARACTERS_MAX])
-    if found := _XID.search(text):
-        ours = int(found[1]) in APPLICATION_XIDS
-        kind = KernelMessageKind.GPU_PROGRAM if ours else KernelMessageKind.HARDWARE
-        return KernelMessage(kind=kind, text=text, pid=int(found[2]) if found[2] else None)
-    if _BAD_MEMORY.search(text):
-        return KernelMessage(kind=KernelMessageKind.HARDWARE, text=text)
-    if found := _KILLED.search(text):
-        return KernelMessage(kind=KernelMessageKind.OUT_OF_MEMORY, text=text, pid=int(found[1]))
+    if found := _XID.match(text):
+        kind, pid = _kind_of_xid(int(found[2]), text), int(found[3]) if found[3] else None
+        return KernelMessage(kind=kind, text=text, pid=pid, gpu=gpu_id(found[1]))
+    for pattern, kind in (
+        (_BAD_MEMORY, KernelMessageKind.BAD_MEMORY),
+        (_KILLED, KernelMessageKind.OUT_OF_MEMORY),
+    ):
+        if found := pattern.match(text):
+            return KernelMessage(kind=kind, text=text, pid=int(found[1]))
     return None
+
+
+def _kind_of_xid(number: int, text: str) -> KernelMessageKind:
+    if number in APPLICATION_XIDS:
+        return KernelMessageKind.GPU_PROGRAM
+    if number in HARMLESS_XIDS or _RECOVERED.search(text):
+        return KernelMessageKind.GPU_NOTICE
+    return KernelMessageKind.HARDWARE
+
+
+def gpu_id(pci: str) -> str:
+    """The one form of a GPU's PCI address, which different tools write with and without its
+    function, and with domains of four or eight digits."""
+    domain, _, place = pci.lower().partition(":")
+    return f"{domain.lstrip('0').zfill(4)}:{place.partition('.')[0]}"
 
 
 def explaining(
@@ -79,22 +117,26 @@ def explaining(
 ) -> tuple[EndReason, list[str]]:
     """Why the process `pid` failed, and the texts of those recent messages that tell it.
 
-    A fault of hardware explains the end of any process of its node. Any other message does only if
-    it names this process, or where a process beside it was killed for lack of memory.
+    A fault of a GPU explains the end of any process, so it must be a GPU of the job. Any other
+    message does only if it names this process, or where a process beside it was killed for lack of
+    memory.
 
     Args:
-        pid: of the process that failed, as its parent sees it. In a container, the kernel's number
-            is another one, and no message matches it.
+        messages: without the numbers of processes where the kernel counts them differently, as for
+            a container.
+        pid: of the process that failed, as its parent sees it.
         memory_was_short: whether the kernel has just killed a process of the same control group.
     """
     kinds, texts = set(), []
+    of_any_process = {KernelMessageKind.HARDWARE, KernelMessageKind.GPU_NOTICE}
     for message in messages:
         starved = message.kind is KernelMessageKind.OUT_OF_MEMORY and memory_was_short
-        if message.kind is KernelMessageKind.HARDWARE or starved or message.pid == pid:
+        starved = starved and message.pid is not None  # else it may be another container's
+        if message.kind in of_any_process or starved or message.pid == pid:
             kinds.add(message.kind)
             texts.append(message.text)
     if memory_was_short or KernelMessageKind.OUT_OF_MEMORY in kinds:
         return EndReason.OOM_KILLED, texts
-    if KernelMessageKind.HARDWARE in kinds:
+    if kinds & {KernelMessageKind.HARDWARE, KernelMessageKind.BAD_MEMORY}:
         return EndReason.HARDWARE_FAULT, texts
     return EndReason.UNKNOWN, texts

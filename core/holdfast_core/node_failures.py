@@ -312,11 +312,15 @@ def _bounded(failure: NodeFailure, now: float) -> NodeFailure:
 
 
 def _newest(failures: Iterable[NodeFailure], oldest: float) -> tuple[NodeFailure, ...]:
-    """The newest failures, oldest first, none before `oldest`, and each once."""
+    """The newest failures, oldest first, none before `oldest`, and each once: as the kind that
+    weighs most, since a loss may be explained later."""
     kept: list[NodeFailure] = []
     for failure in sorted(failures, key=_order):
-        if failure.at >= oldest and not any(_is_same(failure, each) for each in kept):
+        same = [index for index, each in enumerate(kept) if _is_same(failure, each)]
+        if not same and failure.at >= oldest:
             kept.append(failure)
+        elif same and WEIGHTS[failure.kind] > WEIGHTS[kept[same[0]].kind]:
+            kept[same[0]] = msgspec.structs.replace(failure, at=kept[same[0]].at)
     return tuple(kept[-FAILURES_MAX:])
 
 

@@ -324,6 +324,8 @@ class RankState(_message.Message):
     TIMES_FIELD_NUMBER: _builtins.int
     DIVERGENCE_FIELD_NUMBER: _builtins.int
     KERNEL_MESSAGES_FIELD_NUMBER: _builtins.int
+    WORK_REPORTED_FIELD_NUMBER: _builtins.int
+    HARDWARE_FAULT_IN_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     state: _builtins.str
     """HEALTHY, SNAPSHOTTING, UNHEALTHY, OFFLINE (REFT §4.2)"""
@@ -356,6 +358,10 @@ class RankState(_message.Message):
     """newest epoch in which it was killed for lack of memory; 0: none"""
     kernel_messages: _builtins.str
     """lines that the kernel wrote about the failure of its worker"""
+    work_reported: _builtins.bool
+    """its launcher has just reported whether it works"""
+    hardware_fault_in: _builtins.int
+    """newest epoch that it ended in after a fault of hardware"""
     @_builtins.property
     def restored(self) -> _values_pb2.Generation:
         """With "live" or `repeated_after`: the epoch, and the step whose state the rank has."""
@@ -391,10 +397,12 @@ class RankState(_message.Message):
         times: _values_pb2.StepTimes | None = ...,
         divergence: _values_pb2.Divergence | None = ...,
         kernel_messages: _builtins.str = ...,
+        work_reported: _builtins.bool = ...,
+        hardware_fault_in: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after", "_since_work_s", b"_since_work_s", "divergence", b"divergence", "repeated_after", b"repeated_after", "restored", b"restored", "since_work_s", b"since_work_s", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after", "_since_work_s", b"_since_work_s", "divergence", b"divergence", "exit_code", b"exit_code", "exit_reason", b"exit_reason", "follows", b"follows", "idle_s", b"idle_s", "kernel_messages", b"kernel_messages", "last_lines", b"last_lines", "lost", b"lost", "no_replay", b"no_replay", "oom_killed_in", b"oom_killed_in", "pid", b"pid", "rank", b"rank", "repeated_after", b"repeated_after", "restored", b"restored", "restored_from", b"restored_from", "since_work_s", b"since_work_s", "state", b"state", "step", b"step", "times", b"times", "unprotected", b"unprotected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after", "_since_work_s", b"_since_work_s", "divergence", b"divergence", "exit_code", b"exit_code", "exit_reason", b"exit_reason", "follows", b"follows", "hardware_fault_in", b"hardware_fault_in", "idle_s", b"idle_s", "kernel_messages", b"kernel_messages", "last_lines", b"last_lines", "lost", b"lost", "no_replay", b"no_replay", "oom_killed_in", b"oom_killed_in", "pid", b"pid", "rank", b"rank", "repeated_after", b"repeated_after", "restored", b"restored", "restored_from", b"restored_from", "since_work_s", b"since_work_s", "state", b"state", "step", b"step", "times", b"times", "unprotected", b"unprotected", "work_reported", b"work_reported"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__repeated_after: _TypeAlias = _typing.Literal["repeated_after"]  # noqa: Y015
     _WhichOneofArgType__repeated_after: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after"]  # noqa: Y015

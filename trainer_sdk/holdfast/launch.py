@@ -244,7 +244,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
                 stderr,
                 partial(_record_waiting, settings.wait_file),
                 kills.any_recent,
-                kernel.recent,
+                kernel,
             )
             try:
                 result = agent.run()
@@ -266,6 +266,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     finally:
         watch.close()
         rendezvous.shutdown()
+        kernel.close()
 
 
 def _record_waiting(file: Path | None, why: str) -> None:

@@ -669,7 +669,7 @@ class JobEngine:
     ) -> None:
         """Record that a worker of `epoch` failed, the end of its stderr, the reason, and what the
         kernel wrote about it. Failures in an ended epoch are ignored, since workers are killed
-        then, unless memory was short.
+        then, unless memory was short, or the hardware had a fault.
         Raises as `rank_in_world` does."""
         if epoch == self.memory.epoch:
             record = self.memory.rank(self.rank_in_world(world_rank))
@@ -679,15 +679,22 @@ class JobEngine:
         if reason is EndReason.OOM_KILLED and epoch <= self.memory.epoch:
             record = self.memory.rank(self.rank_of_lane(world_rank))
             record.oom_killed_in = max(record.oom_killed_in, epoch)
+        if reason is EndReason.HARDWARE_FAULT and epoch <= self.memory.epoch:
+            record = self.memory.rank(self.rank_of_lane(world_rank))
+            record.hardware_fault_in = max(record.hardware_fault_in, epoch)
+            if record.exited[0] != self.memory.epoch:
+                record.kernel_messages = kernel_messages
 
     def worked(self, epoch: int, world_ranks: Collection[int], now: float) -> None:
-        """Record that an agent recently saw workers of `epoch` at work. Does nothing when that
-        epoch has ended. Raises as `rank_in_world` does.
+        """Record that an agent recently saw workers of `epoch` at work, and no others. Does nothing
+        when that epoch has ended. Raises as `rank_in_world` does.
 
         For a worker that has never saved, work is progress, as it was before its first step: its
         script did not agree to report steps."""
         if epoch == self.memory.epoch:
-            for rank in [self.rank_in_world(each) for each in set(world_ranks)]:
+            ranks = [self.rank_in_world(each) for each in set(world_ranks)]
+            self.memory.work_reported_at = now
+            for rank in ranks:
                 record = self.memory.rank(rank)
                 record.worked = (epoch, now)
                 if record.unprotected_in == epoch and record.failure_code == UnsavedError.code:

@@ -52,6 +52,8 @@ class RankOverview:
     """Lines that the kernel wrote about that failure."""
     oom_killed_in: int
     """Newest epoch in which its worker was killed for lack of memory; 0 when in none."""
+    hardware_fault_in: int
+    """Newest epoch in which its worker ended after a fault of hardware; 0 when in none."""
     worked_at: float | None
     """Monotonic time in seconds at which its agent last saw it work in this epoch; None when it has
     not."""
@@ -181,6 +183,8 @@ class JobOverview:
     copies."""
     persist: PersistOverview | None
     """State of the durable tier; None where the job has none."""
+    work_reported_at: float
+    """See `JobMemory.work_reported_at`."""
     inspection: Inspection | None
     """The newest inspection of this epoch; None without any."""
 
@@ -224,6 +228,7 @@ def overview(memory: JobMemory) -> JobOverview:
         current_loss=current_loss(memory),
         plan=current_plan(memory),
         persist=_persist(memory),
+        work_reported_at=memory.work_reported_at,
         inspection=memory.inspection,
     )
 
@@ -279,6 +284,7 @@ def evidence(memory: JobMemory) -> tuple[object, ...]:
                 record.last_step > start,
                 is_unprotected(memory, record),
                 record.oom_killed_in,
+                record.hardware_fault_in,
                 record.divergence,
             )
             for record in map(memory.rank, memory.my_ranks())
@@ -310,6 +316,13 @@ def last_lines(memory: JobMemory, record: RankRecord) -> str:
     """Last lines that the failed worker wrote to stderr; empty when none has failed in this
     epoch."""
     return record.last_lines if exit_code(memory, record) else ""
+
+
+def kernel_messages(memory: JobMemory, record: RankRecord) -> str:
+    """What the kernel wrote about the failure of the worker in this epoch, or about a fault of
+    hardware with which it ended in the last; empty without either."""
+    late = record.hardware_fault_in == memory.epoch - 1 != 0
+    return record.kernel_messages if late or exit_code(memory, record) else ""
 
 
 def is_unprotected(memory: JobMemory, record: RankRecord) -> bool:
@@ -398,8 +411,9 @@ def _rank(memory: JobMemory, rank: int, committed: set[Generation]) -> RankOverv
         exit_code=exit_code(memory, record),
         last_lines=last_lines(memory, record),
         exit_reason=record.exit_reason if exit_code(memory, record) else EndReason.UNKNOWN,
-        kernel_messages=record.kernel_messages if exit_code(memory, record) else "",
+        kernel_messages=kernel_messages(memory, record),
         oom_killed_in=record.oom_killed_in,
+        hardware_fault_in=record.hardware_fault_in,
         worked_at=record.worked[1] if record.worked[0] == memory.epoch != 0 else None,
         unprotected=is_unprotected(memory, record),
         skipped=record.skipped,

@@ -5,6 +5,7 @@ Plain mutable records, like those of `slots`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -112,6 +113,8 @@ class RankRecord:
     oom_killed_in: int = 0
     """Newest epoch in which the kernel killed it for lack of memory. The agent's report may come
     when the next epoch has begun."""
+    hardware_fault_in: int = 0
+    """Newest epoch in which it ended after a fault of hardware; the report may be as late."""
     worked: tuple[int, float] = (0, 0.0)
     """(epoch, monotonic time in seconds) of the newest report of the agent that it had worked."""
     unprotected_in: int = 0
@@ -233,6 +236,8 @@ class JobMemory:
     retry_at: dict[str, float] = field(default_factory=dict)
     agent_waiting: bool = False
     inspection: Inspection | None = None
+    work_reported_at: float = -math.inf
+    """Monotonic time in seconds of the newest report of this epoch on which workers work."""
     peers_kept: frozenset[Generation] = frozenset()
     persist: PersistMemory = field(default_factory=PersistMemory)
     loading: Loading = field(default_factory=Loading)
@@ -304,6 +309,7 @@ class JobMemory:
         self.loading = Loading()
         self.wrong_rebuilds, self.parity_failure = {}, ""
         self.agent_waiting, self.inspection = False, None
+        self.work_reported_at = -math.inf
         for _, slot in self.slots():
             slot.verified = slot.verifying = False
         for parity in self.parities.values():

@@ -20,6 +20,10 @@ from holdfast_protos.inspections import processes_to_proto
 from holdfast_protos.losses import loss_to_proto
 from holdfast_protos.step_times import times_to_proto
 
+WORK_REPORTED_S = 10.0
+"""Age up to which a launcher's report of who works says so of now: reports come every two
+seconds."""
+
 
 def job_state(host: JobHost) -> control_pb2.JobState:
     """The state of one job as the heartbeat carries it."""
@@ -33,7 +37,7 @@ def job_state(host: JobHost) -> control_pb2.JobState:
         has_line=job.line is not None,
         protected=codec.optional_generation_to_proto(job.protected),
         complete=codec.optional_generation_to_proto(job.complete),
-        ranks=[_rank(rank, host.now) for rank in job.ranks],
+        ranks=[_rank(rank, host.now, job.work_reported_at) for rank in job.ranks],
         agent_waiting=job.agent_waiting,
         rebuilding=bool(job.rebuilding),
         problem=job.problem.text,
@@ -96,7 +100,7 @@ def _persist_json(host: JobHost, persist: PersistOverview | None) -> dict[str, o
     }
 
 
-def _rank(rank: RankOverview, now: float) -> control_pb2.RankState:
+def _rank(rank: RankOverview, now: float, work_reported_at: float) -> control_pb2.RankState:
     restored, source = rank.restored or (None, "")
     return control_pb2.RankState(
         rank=rank.rank,
@@ -113,6 +117,7 @@ def _rank(rank: RankOverview, now: float) -> control_pb2.RankState:
         repeated_after=rank.repeated_after,
         no_replay=rank.no_replay,
         since_work_s=None if rank.worked_at is None else max(0.0, now - rank.worked_at),
+        work_reported=now - work_reported_at <= WORK_REPORTED_S,
         unprotected=rank.unprotected,
         exit_reason=rank.exit_reason,
         kernel_messages=rank.kernel_messages,

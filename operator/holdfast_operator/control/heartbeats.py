@@ -133,10 +133,12 @@ def _rank_view(state: control_pb2.RankState) -> RankView:
         repeated_after=state.repeated_after if state.HasField("repeated_after") else None,
         no_replay=last_lines(state.no_replay),
         since_work_s=state.since_work_s if state.HasField("since_work_s") else None,
+        work_reported=state.work_reported,
         unprotected=state.unprotected,
         exit_reason=EndReason.of(state.exit_reason),
         kernel_messages=last_lines(state.kernel_messages),
         oom_killed_in=state.oom_killed_in,
+        hardware_fault_in=state.hardware_fault_in,
         times=times_from_proto(state.times) if state.HasField("times") else None,
         divergence=_divergence(state),
     )
@@ -164,7 +166,7 @@ def evidence_of(view: JobView) -> object:
             (
                 *(each.rank, each.pid, each.lost, each.restored, each.restored_from),
                 *(each.exit_code, each.exit_reason, each.oom_killed_in, each.unprotected),
-                each.divergence,
+                *(each.hardware_fault_in, each.divergence),
             )
             for each in view.ranks
         ),

@@ -323,7 +323,8 @@ def _note_pauses(
     observation: Observation, state: ControlState, membership: Membership
 ) -> RuleResult:
     """Learn after what silence the job hangs."""
-    return RuleResult(with_pauses(observation.cluster, membership, state, observation.now))
+    state = with_pauses(observation.job, observation.cluster, membership, state, observation.now)
+    return RuleResult(state)
 
 
 def _note_progress(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from holdfast_core.kernel_messages import (
     TEXT_CHARACTERS_MAX,
     KernelMessageKind,
     explaining,
+    gpu_id,
     message_of,
     messages_in,
 )
@@ -19,6 +22,10 @@ KILLED = "Out of memory: Killed process 4242 (python3) total-vm:9kB, anon-rss:8k
 IN_GROUP = "Memory cgroup out of memory: Killed process 4242 (pt main thread) total-vm:9kB"
 OFF_THE_BUS = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off"
 CLEANUP = "NVRM: Xid (PCI:0000:3b:00): 45, pid=4242, name=python3, Ch 00000008"
+RESET_REQUIRED = (
+    "NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x{} ({}) to 0x{} ({})"
+)
+REMAPPED = "NVRM: Xid (PCI:0000:3b:00): 63, Row Remapper: New row marked for remapping"
 CORRUPT = "Memory failure: 0x1234: Sending SIGBUS to python3:7 due to hardware memory corruption"
 
 
@@ -31,7 +38,12 @@ CORRUPT = "Memory failure: 0x1234: Sending SIGBUS to python3:7 due to hardware m
         (OFF_THE_BUS, KernelMessageKind.HARDWARE, None),
         ("NVRM: Xid (PCI:0000:0a:00): 48, pid='881', name=python3", "hardware", 881),
         (CLEANUP, KernelMessageKind.GPU_PROGRAM, 4242),
-        (CORRUPT, KernelMessageKind.HARDWARE, None),
+        ("NVRM: Xid (PCI:00000000:0A:00.0): 79, GPU has fallen off the bus", "hardware", None),
+        (CORRUPT, KernelMessageKind.BAD_MEMORY, 7),
+        (RESET_REQUIRED.format(1, "GPU Reset Required", 1, "Node Reboot"), "hardware", None),
+        (RESET_REQUIRED.format(1, "GPU Reset Required", 0, "None"), "GPU notice", None),
+        (REMAPPED, "GPU notice", None),
+        ("NVRM: Xid (PCI:0000:3b:00): 92, High single-bit ECC error rate", "GPU notice", None),
     ],
 )
 def test_lines_about_ends_of_processes_are_recognised(
@@ -47,11 +59,30 @@ def test_lines_about_ends_of_processes_are_recognised(
         "oom_reaper: reaped process 4242 (python3), now anon-rss:0kB",
         "NVRM: loading NVIDIA UNIX x86_64 Kernel Module",
         "mce: [Hardware Error]: Machine check events logged",  # of errors that were corrected
+        # A user chooses names of processes and files, which the kernel prints.
+        "a.out[77]: segfault at 0 ip 0 sp 0 error 6 in NVRM: Xid (PCI:0000:3b:00): 79[55+1000]",
+        "NVRM: Xid (): 7[1234]: segfault at 0 ip 0 sp 0 error 6 in a.out[55+1000]",
+        "a.out[77]: segfault at 0 error 6 in Memory failure: 0x1: Killing a:7 due to hardware "
+        "memory corruption[55+1000]",
+        "a.out[77]: segfault at 0 error 6 in Out of memory: Killed process 7[55+1000]",
         "",
     ],
 )
 def test_other_lines_are_not(text: str) -> None:
     assert message_of(text) is None
+
+
+@pytest.mark.parametrize("prefix", [8, 12, 14, 30])
+def test_what_users_write_into_the_log_of_the_kernel_is_left_out(prefix: int) -> None:
+    assert list(messages_in(f"{prefix},5,6,-;{OFF_THE_BUS}")) == []
+    assert len(list(messages_in(f"{prefix % 8},5,6,-;{OFF_THE_BUS}"))) == 1
+
+
+def test_a_gpu_has_one_name_whatever_writes_its_address() -> None:
+    names = {gpu_id(each) for each in ("0000:3B:00.0", "00000000:3b:00.0", "0000:3b:00")}
+    assert names == {"0000:3b:00"}
+    message = message_of(OFF_THE_BUS)
+    assert message is not None and message.gpu == "0000:3b:00"
 
 
 def test_what_a_process_wrote_into_its_name_is_made_printable_and_cut() -> None:
@@ -72,6 +103,9 @@ def test_what_a_process_wrote_into_its_name_is_made_printable_and_cut() -> None:
         ([CLEANUP], 1, False, EndReason.UNKNOWN, 0),
         ([CLEANUP, OFF_THE_BUS], 4242, False, EndReason.HARDWARE_FAULT, 2),
         ([OFF_THE_BUS, KILLED], 4242, False, EndReason.OOM_KILLED, 2),
+        ([CORRUPT], 7, False, EndReason.HARDWARE_FAULT, 1),
+        ([CORRUPT], 1, False, EndReason.UNKNOWN, 0),  # memory that another process used
+        ([REMAPPED], 1, False, EndReason.UNKNOWN, 1),
         ([], 1, False, EndReason.UNKNOWN, 0),
     ],
 )
@@ -81,6 +115,13 @@ def test_only_what_is_certain_explains_an_end(
     messages = [message for text in texts if (message := message_of(text)) is not None]
     found, lines = explaining(messages, pid, short)
     assert (found, len(lines)) == (reason, shown)
+
+
+def test_in_a_container_lines_about_processes_of_others_are_not_shown() -> None:
+    message = message_of(KILLED)
+    assert message is not None
+    unknown = replace(message, pid=None)
+    assert explaining([unknown], 4242, True) == (EndReason.OOM_KILLED, [])
 
 
 @given(st.text())

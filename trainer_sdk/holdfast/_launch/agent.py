@@ -20,7 +20,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -37,13 +37,13 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from holdfast._daemon.sealed_store import SealedStore
-from holdfast._launch.kernel_log import SHOWN
+from holdfast._launch.kernel_log import SHOWN, KernelLog
 from holdfast._launch.rendezvous import HoldfastRendezvous, JoinedWorld
 from holdfast._launch.stderr import WorkerStderr
 from holdfast._launch.workers import NodeWorkers
 from holdfast_core.errors import UnreachableError
 from holdfast_core.exit_codes import HOLDFAST_DECIDED
-from holdfast_core.kernel_messages import KernelMessage, explaining
+from holdfast_core.kernel_messages import explaining
 from holdfast_core.states import EndReason
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class HoldfastAgent(LocalElasticAgent):
         record_waiting: called with the reason while workers cannot start, and with "" once they do.
         memory_was_short: returns whether the kernel has just killed a process here for lack of
             memory.
-        kernel_messages: returns what the kernel has just written about ends of processes.
+        kernel: what the kernel writes about ends of processes; None if nobody reads it.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class HoldfastAgent(LocalElasticAgent):
         stderr: WorkerStderr | None = None,
         record_waiting: Callable[[str], None] = lambda why: None,
         memory_was_short: Callable[[], bool] = lambda: False,
-        kernel_messages: Callable[[], Sequence[KernelMessage]] = lambda: (),
+        kernel: KernelLog | None = None,
     ) -> None:
         super().__init__(
             spec, logs_specs, start_method=start_method, exit_barrier_timeout=EXIT_WAIT_S
@@ -109,7 +109,7 @@ class HoldfastAgent(LocalElasticAgent):
         self._membership = rendezvous
         self._grace_s, self._stderr = grace_s, stderr
         self._record_waiting, self._memory_was_short = record_waiting, memory_was_short
-        self._kernel_messages = kernel_messages
+        self._kernel = kernel
         assert spec.entrypoint is not None
         self._workers = NodeWorkers(spec.role, spec.entrypoint, tuple(spec.args), start_method)
         self._pcontext = self._workers  # type: ignore[assignment]  # has what torchrun calls of it
@@ -138,6 +138,8 @@ class HoldfastAgent(LocalElasticAgent):
         self._world = replace(self._membership.joined, store=None)
         self._remaining_restarts = worker_group.spec.max_restarts - self._world.epoch
         self._reported_s.clear()
+        if self._kernel is not None:
+            self._kernel.forget()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start all workers.
@@ -259,6 +261,8 @@ class HoldfastAgent(LocalElasticAgent):
             for rank in range(joined.node_rank * lanes, (joined.node_rank + 1) * lanes)
         ]
         self._reported_s.clear()
+        if self._kernel is not None:
+            self._kernel.forget()
         if missing:
             log.info("epoch %d: starting workers %s anew", joined.epoch, sorted(missing))
             self._start_lanes(self._environments(worker_group), missing)
@@ -300,9 +304,8 @@ class HoldfastAgent(LocalElasticAgent):
         ours = self._workers.was_killed(failure.pid) or failure.exitcode in HOLDFAST_DECIDED
         reason, messages = EndReason.UNKNOWN, list[str]()
         if not ours:
-            reason, messages = explaining(
-                self._kernel_messages(), failure.pid, self._memory_was_short()
-            )
+            recent = () if self._kernel is None else self._kernel.recent()
+            reason, messages = explaining(recent, failure.pid, self._memory_was_short())
         code, kernel = failure.exitcode, "\n".join(messages[-SHOWN:])
         return self._membership.report_worker_exit(world.epoch, rank, code, lines, reason, kernel)
 

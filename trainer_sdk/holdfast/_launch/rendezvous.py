@@ -369,7 +369,7 @@ class HoldfastRendezvous(RendezvousHandler):
             The lanes of this node whose workers follow their worlds, and need not end with this
             one. None if the epoch has ended, or if the report did not reach the daemon.
         """
-        if self._ended.is_set() and reason is not EndReason.OOM_KILLED:
+        if self._ended.is_set() and reason is EndReason.UNKNOWN:
             return None  # The worker was killed because the epoch has ended.
         code = 128 - exit_code if exit_code < 0 else exit_code
         try:

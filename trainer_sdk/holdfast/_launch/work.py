@@ -144,7 +144,6 @@ class WorkWatch:
         """Report the workers that have worked since the last call, and inspect all if the daemon
         asks for it."""
         self._kills.look()
-        self._kernel.look()
         workers, first = self._launch.workers(), self._launch.node_rank * self._nproc
         now_s = time.monotonic()
         passed_s, self._looked_s = now_s - self._looked_s, now_s
@@ -163,6 +162,7 @@ class WorkWatch:
                 for lane in sorted(found)
             ]
             self._launch.report_inspection(number, processes)
+        self._kernel.look()
 
     def _has_worked(self, now: Usage, before: Usage | None, passed_s: float) -> bool:
         """Whether a worker has worked between two measurements. A new worker has: it started."""

@@ -40,11 +40,13 @@ AKS's condition FreezeScheduled."""
 LABELS: Mapping[str, Collection[str]] = {
     "cloud.google.com/active-node-maintenance": {"ONGOING"},
     "dgxc.nvidia.com/nvsentinel-state": {
-        *("quarantined", "draining", "drain-succeeded", "remediating"),
+        *("quarantined", "draining", "drain-succeeded", "drain-failed"),
+        *("remediating", "remediation-succeeded", "remediation-failed"),
     },
 }
 """Labels, with the values that announce the end: of GKE while a host is taken for maintenance, and
-of NVSentinel from the fault until the node is repaired."""
+of NVSentinel from the fault until it takes the node back, and the label away: after a remediation
+that has succeeded, the node has yet to reboot."""
 
 _VM_EVENT = "VMEventScheduled"
 """Condition of AKS for any event of a virtual machine; only its message tells which."""

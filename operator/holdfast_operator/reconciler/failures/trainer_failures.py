@@ -51,7 +51,7 @@ def note_failure(
 ) -> RuleResult:
     """Remember the rank or agent whose failure was seen first in this epoch, while it is still a
     cause; emit an event with its last lines when they are new."""
-    cause, before = _decisive(causes), state.failure
+    cause, before = _decisive(causes, state.stepped), state.failure
     if cause is None:
         return RuleResult(state)
     again = before is not None and before.epoch == membership.epoch
@@ -117,12 +117,19 @@ def _end_of(lines: str, characters: int) -> str:
     return lines[-characters:].partition("\n")[2] or lines[-characters:]
 
 
-def _decisive(causes: Sequence[Cause]) -> Cause | None:
+def _decisive(causes: Sequence[Cause], stepped: bool) -> Cause | None:
     """The most informative failure: a failure with last lines, among those that ended by
-    themselves. None where Holdfast has ended all of them: then they have not failed."""
+    themselves. None where Holdfast has ended all of them: then they have not failed.
+
+    Args:
+        stepped: whether the script can run: then a fault of hardware tells more than what other
+            ranks wrote.
+    """
     exits = [cause for cause in causes if cause.on is On.EXIT_CODE and not cause.ended_by_holdfast]
-    if faults := [cause for cause in exits if cause.hardware_fault]:
+    faults = [cause for cause in exits if cause.hardware_fault]
+    if faults and stepped:
         return faults[0]
+    exits.sort(key=lambda cause: cause.hardware_fault)
     return next((cause for cause in exits if cause.last_lines), exits[0] if exits else None)
 
 

@@ -31,6 +31,7 @@ from holdfast_operator.reconciler.observe.evidence import (
     Evidence,
     gather,
     is_unschedulable,
+    may_follow,
     principal,
 )
 from holdfast_operator.reconciler.observe.lookups import agent_at
@@ -145,7 +146,10 @@ def _await_codes(observation: Observation, state: ControlState, case: _Case) -> 
 
 def _fail_by_rule(observation: Observation, state: ControlState, case: _Case) -> RuleResult:
     """Fail the job if a failure rule says so."""
+    faulty = any(cause.hardware_fault for cause in case.causes)
     for cause, rule in zip(case.causes, case.rules, strict=True):
+        if faulty and may_follow(cause):
+            continue  # If it has an error of its own, that returns.
         if rule.action is RuleAction.FAIL:
             rule_text = f"failure rule on {rule.on.value}: Fail applies"
             reason = with_last_lines(f"{cause.text}; {rule_text}", cause)

@@ -133,6 +133,9 @@ class Counters:
     """Newest ends for lack of memory."""
     stepped: bool = False
     """Whether some rank has completed a step: then the job's script can run."""
+    learned_hang: bool = False
+    """Whether a pause was ever taken for a hang because of a limit that was learned: no such limit
+    applies after it."""
     suspended: bool = False
     active_since: float | None = None
     """When the job began, or was last resumed; None while it is suspended."""

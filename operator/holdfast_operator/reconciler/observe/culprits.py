@@ -13,7 +13,7 @@ and functions of torch and of Holdfast.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -43,9 +43,6 @@ _STANDARD = re.compile(r"/lib(64)?/python[\d.]+t?/|^<frozen ")
 class _Kind(IntEnum):
     """Kind of the place where a rank is."""
 
-    FAULTY = 0
-    """On a node whose kernel has reported a fault of hardware: where the process is proves nothing
-    then."""
     STOPPED = 1
     UNINTERRUPTIBLE = 2
     ENDED = 3
@@ -54,6 +51,8 @@ class _Kind(IntEnum):
     WAITING = 6
     """In a collective, or in another wait for the other ranks."""
     NO_STACK = 7
+    FAULTY = 8
+    """On a node whose kernel has reported a fault of the rank's GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +97,16 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
             more. Ranks of other launchers are missing.
     """
     silent = sorted(set(ranks) - answers.keys())
-    groups = _grouped(answers)
+    groups = _grouped(answers, _place_of)
     told = {place: found for place, found in groups.items() if not place.proves_nothing}
     culprits = _outliers(told)
+    faulty = not culprits and any(
+        each is not None and each.hardware_fault for each in answers.values()
+    )
+    if faulty:  # With NCCL, all ranks wait in one place.
+        groups = _grouped(answers, _place_or_fault)
+        told = {place: found for place, found in groups.items() if not place.proves_nothing}
+        culprits = {place: found for place, found in told.items() if place.kind is _Kind.FAULTY}
     parts: list[str] = []
     if culprits:
         parts += _named(culprits, told)
@@ -127,15 +133,17 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
     if len(text) > TEXT_CHARACTERS_MAX:
         text = f"{text[: TEXT_CHARACTERS_MAX - 1]}…"
     blamed = frozenset(rank for found in culprits.values() for rank in found)
-    faulty = bool(culprits) and all(place.kind is _Kind.FAULTY for place in culprits)
     return Diagnosis(text=text, culprits=blamed, hardware_fault=faulty)
 
 
-def _grouped(answers: Mapping[int, InspectedProcess | None]) -> dict[_Place, list[int]]:
+def _grouped(
+    answers: Mapping[int, InspectedProcess | None],
+    place_of: Callable[[InspectedProcess | None], _Place],
+) -> dict[_Place, list[int]]:
     """The ranks at each place: first the places that explain most, then by their lowest ranks."""
     groups: dict[_Place, list[int]] = {}
     for rank, process in sorted(answers.items()):
-        groups.setdefault(_place_of(process), []).append(rank)
+        groups.setdefault(place_of(process), []).append(rank)
     return dict(sorted(groups.items(), key=lambda each: (each[0].kind, each[1][0])))
 
 
@@ -147,7 +155,7 @@ def _outliers(groups: Mapping[_Place, Sequence[int]]) -> dict[_Place, Sequence[i
     def of(*kinds: _Kind) -> dict[_Place, Sequence[int]]:
         return {place: found for place, found in groups.items() if place.kind in kinds}
 
-    if stuck := of(_Kind.FAULTY, _Kind.STOPPED, _Kind.UNINTERRUPTIBLE):
+    if stuck := of(_Kind.STOPPED, _Kind.UNINTERRUPTIBLE):
         return stuck
     ended, away, waiting = of(_Kind.ENDED), of(_Kind.LOADER, _Kind.CODE), of(_Kind.WAITING)
     if ended and (waiting or away):
@@ -205,8 +213,6 @@ def _verb(ranks: Sequence[int]) -> str:
 def _place_of(process: InspectedProcess | None) -> _Place:
     if process is None:
         return _Place(_Kind.ENDED, "without a process: the script has ended there")
-    if process.hardware_fault:
-        return _Place(_Kind.FAULTY, f"on a node whose kernel wrote: {process.hardware_fault}")
     if process.state in STOPPED:
         return _Place(_Kind.STOPPED, "stopped (by SIGSTOP or a debugger)")
     if process.state == UNINTERRUPTIBLE and not process.frames:
@@ -221,6 +227,12 @@ def _place_of(process: InspectedProcess | None) -> _Place:
     if place.kind is _Kind.WAITING:
         return place
     return replace(place, details=", ".join(filter(None, (process.call, process.helper))))
+
+
+def _place_or_fault(process: InspectedProcess | None) -> _Place:
+    if process is None or not process.hardware_fault:
+        return _place_of(process)
+    return _Place(_Kind.FAULTY, f"on a node whose kernel wrote: {process.hardware_fault}")
 
 
 def _place_in(frames: Sequence[Frame]) -> _Place:

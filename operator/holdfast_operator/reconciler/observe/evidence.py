@@ -186,18 +186,25 @@ def principal(causes: Iterable[Cause]) -> tuple[Cause, ...]:
     as a result: they vanish, exit with a traceback (code 1) or are aborted (codes from 128 on).
     When a rank died of something else, code 1 and ranks without a code are its consequence. Codes
     with which Holdfast ends a rank are the consequence of any other. A fault of hardware explains
-    any end by itself. Replicas that differ are nobody's consequence."""
+    the ends of ranks that say nothing themselves: others may have an error of their own. Replicas
+    that differ are nobody's consequence."""
     found = tuple(causes)
     if any(not (c.ended_by_holdfast or c.voluntary) for c in found):
         found = tuple(c for c in found if not c.ended_by_holdfast)
     if any(c.on in (On.NODE_LOST, On.DISRUPTION) and not c.voluntary for c in found):
         return tuple(c for c in found if c.corrupts or not _follows_a_loss(c))
-    if any(c.on is On.EXIT_CODE and not _may_follow(c) for c in found):
-        return tuple(c for c in found if c.corrupts or (c.on is not On.ANY and not _may_follow(c)))
+    if any(c.on is On.EXIT_CODE and c.exit_code != FOLLOWING_CODE for c in found):
+        return tuple(c for c in found if c.corrupts or (c.on is not On.ANY and not may_follow(c)))
+    if any(c.on is On.EXIT_CODE and c.hardware_fault for c in found):
+        return tuple(
+            c
+            for c in found
+            if c.corrupts or (c.on is not On.ANY and (c.last_lines or not may_follow(c)))
+        )
     return found
 
 
-def _may_follow(cause: Cause) -> bool:
+def may_follow(cause: Cause) -> bool:
     """Whether the end of a rank may be the consequence of another's."""
     return cause.exit_code == FOLLOWING_CODE and not cause.hardware_fault
 
@@ -472,12 +479,13 @@ def _hang(
             text = f"{stall.quiet_text} for {stall.quiet_s:.1f} s{found}"
             yield Cause(on=On.HANG, text=text, member=stall.member)
         return
-    ranks = [r for r in ranks_in(observed, membership) if r.at_work]
+    everyone = ranks_in(observed, membership)
+    ranks = [r for r in everyone if r.at_work]
     if not ranks:
         return
     idle_s = min(r.idle_s for r in ranks)
     started = any(r.step > (state.started_from or 0) for r in ranks)
-    if started and not hang_limit(job, state).is_passed(ranks):
+    if started and not hang_limit(job, state).is_passed(everyone, membership.world_size):
         return
     if not started and idle_s < job.spec.failure_policy.detection.start_limit_s:
         return

@@ -3,7 +3,7 @@
 Ranks that train report steps. How long they may be silent is the job's own number, or a fixed one
 and beside it a shorter one that is learned (`holdfast_core.hang_limits`), for times in which no
 process works either. That is known only where the launchers of all ranks have reported work in this
-epoch: those of other controllers, and old ones, do not.
+epoch, and still report: those of other controllers, and old ones, do not.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ class HangLimit:
     quiet_s: float
     """Time without a step or work; not longer than `steps_s`."""
 
-    def is_passed(self, ranks: Sequence[RankView]) -> bool:
-        """Whether the silence of `ranks`, which are at work, counts as a hang.
+    def is_passed(self, ranks: Sequence[RankView], world_size: int) -> bool:
+        """Whether the silence of the ranks at work counts as a hang.
 
         Args:
-            ranks: not empty.
+            ranks: all ranks that were reported of the world, some of them at work.
         """
-        idle_s = min(rank.idle_s for rank in ranks)
-        return idle_s >= self.steps_s or min(idle_s, _unworked_s(ranks)) >= self.quiet_s
+        idle_s = min(rank.idle_s for rank in ranks if rank.at_work)
+        return idle_s >= self.steps_s or min(idle_s, _unworked_s(ranks, world_size)) >= self.quiet_s
 
 
-def _unworked_s(ranks: Sequence[RankView]) -> float:
-    """Time for which no process of `ranks` has worked; 0 if that is not known of all of them."""
-    since_s = [0.0 if rank.since_work_s is None else rank.since_work_s for rank in ranks]
-    return min(since_s, default=0.0)
+def _unworked_s(ranks: Sequence[RankView], world_size: int) -> float:
+    """Time for which no process of any rank has worked; 0 if that is not known of all of them. A
+    rank without a session may evaluate while the others wait for it."""
+    if len(ranks) < world_size or not all(rank.work_reported for rank in ranks):
+        return 0.0
+    return min([0.0 if rank.since_work_s is None else rank.since_work_s for rank in ranks])
 
 
 def hang_limit(job: MoETrainingJob, state: ControlState) -> HangLimit:
@@ -65,12 +67,25 @@ def limit_in_words(job: MoETrainingJob, state: ControlState) -> str:
 
 
 def with_pauses(
-    observed: ClusterView, membership: Membership, state: ControlState, now: float
+    job: MoETrainingJob,
+    observed: ClusterView,
+    membership: Membership,
+    state: ControlState,
+    now: float,
 ) -> ControlState:
-    """`state`, which has learned from the pauses between the steps of a job that trains."""
-    ranks = [rank for rank in ranks_in(observed, membership) if rank.at_work]
+    """`state`, which has learned from the pauses between the steps of a job that trains, unless
+    the job sets the limit."""
+    if job.spec.failure_policy.detection.hang_seconds is not None:
+        return state
+    everyone = ranks_in(observed, membership)
+    ranks = [rank for rank in everyone if rank.at_work]
     step = max((rank.step for rank in ranks), default=0)
     if state.started_from is None or step <= state.started_from:
         return state
     idle_s = min(rank.idle_s for rank in ranks)
-    return replace(state, pauses=state.pauses.follow(membership.epoch, step, idle_s, now))
+    pauses = state.pauses.follow(membership.epoch, step, idle_s, now, state.learned_hang)
+    state = replace(state, pauses=pauses)
+    limit = hang_limit(job, state)
+    if idle_s < limit.steps_s and limit.is_passed(everyone, membership.world_size):
+        state = replace(state, learned_hang=True)
+    return state

@@ -62,6 +62,8 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     since_work_s: float | None = None
     """Seconds since its launcher last saw its worker work in this epoch: use the processor, read or
     write. None when it has not, or the launcher is not Holdfast's."""
+    work_reported: bool = False
+    """Whether its launcher has just reported if it works: otherwise it may work unseen."""
     unprotected: bool = False
     """Whether it trains without a session, because its saves are refused or it makes none."""
     exit_reason: EndReason = EndReason.UNKNOWN
@@ -71,6 +73,9 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     asked."""
     oom_killed_in: int = 0
     """Newest epoch in which its worker was killed for lack of memory; 0 when in none."""
+    hardware_fault_in: int = 0
+    """Newest epoch in which its worker ended after a fault of hardware; 0 when in none. If that has
+    ended, and the worker has not failed since, `kernel_messages` are about that."""
     times: StepTimes | None = None
     """How its newest steps in this epoch were divided; None before the first window of steps."""
     divergence: Divergence | None = None
@@ -571,7 +576,8 @@ class ControlState(Counters):
     unprotected: frozenset[str] = frozenset()
     """Refusals about which `unprotected` has emitted events, with masked numbers."""
     late_ends: frozenset[tuple[int, str]] = frozenset()
-    """(epoch, who) of agents and ranks whose reason to end an event has reported an epoch later."""
+    """(epoch, who) of agents and ranks whose reason to end an event has reported an epoch later, or
+    whose fault of hardware was known in time."""
     reached: tuple[tuple[int, int], ...] = ()
     """(epoch, newest step) of this epoch and of the previous one."""
     standby_exits: Mapping[str, tuple[int, float]] = field(default_factory=dict)

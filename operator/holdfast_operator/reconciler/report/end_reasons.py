@@ -3,7 +3,9 @@ one.
 
 When the kernel or the cluster ends a container, its launcher ends too, so the daemon sees no more
 than a broken connection, and a recovery begins. The reason comes with the pod's status, a second or
-two later, when the next epoch has begun. It is reported then, in an event and in the history.
+two later, when the next epoch has begun. It is reported then, in an event and in the history. So is
+a fault of hardware, which a launcher reports a moment after the daemon has seen the connection
+break; it still counts against the node. No recovery waits for either.
 
 Memory that runs out at a certain step runs out there again: a restart changes nothing. Three ends
 at the same step are an error of the job, with advice. Memory that a process loses over hours is
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.node_failures import FailureKind
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import EndReason
 from holdfast_operator.reconciler.observe.counters import Outcome
@@ -26,6 +29,7 @@ from holdfast_operator.reconciler.observe.text import KILLED, exit_in_words
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
     AgentView,
+    BlamedNode,
     ControlState,
     EventReason,
 )
@@ -34,6 +38,8 @@ from holdfast_operator.reconciler.rules import Observation, RuleResult, end
 
 SHORTAGES_MAX = 3
 """Ends for lack of memory at one step after which the job has failed."""
+LATE_CHARACTERS_MAX = 300
+"""Characters of an end that is reported late."""
 SAME_STEPS = 2
 """Steps by which such ends may lie apart: ranks report their steps with a delay."""
 ADVICE = (
@@ -47,16 +53,44 @@ def note_late_ends(
     observation: Observation, state: ControlState, membership: Membership
 ) -> RuleResult:
     """Emit an event for each agent and rank of the last epoch whose end has a reason that was not
-    known when that epoch ended."""
-    result = RuleResult(state)
+    known when that epoch ended, and blame the nodes of ranks that ended after a fault of
+    hardware."""
+    result = RuleResult(_with_known_faults(observation, state, membership))
     for who, how in _late_ends(observation, state, membership):
-        kept = {each for each in result.state.late_ends if each[0] == membership.epoch}
+        kept = {each for each in result.state.late_ends if each[0] >= membership.epoch}
         if (membership.epoch, who) in kept:
             continue
         kept.add((membership.epoch, who))
         result = result.post(EventReason.AGENT_ENDED, f"{who} {how}", warning=True)
         result = replace(result, state=replace(result.state, late_ends=frozenset(kept)))
-    return result
+    return result.blame(*_late_faults(observation, state, membership))
+
+
+def _with_known_faults(
+    observation: Observation, state: ControlState, membership: Membership
+) -> ControlState:
+    """`state`, in which the faults of hardware in this epoch are not late in the next one."""
+    known = {
+        (membership.epoch + 1, f"rank {rank.rank}")
+        for rank in ranks_in(observation.cluster, membership)
+        if rank.hardware_fault_in == membership.epoch
+    }
+    return replace(state, late_ends=state.late_ends | known) if known - state.late_ends else state
+
+
+def _late_faults(
+    observation: Observation, state: ControlState, membership: Membership
+) -> Iterator[BlamedNode]:
+    """Yield what counts against the node of each rank whose fault of hardware was reported late and
+    is new."""
+    for rank in ranks_in(observation.cluster, membership):
+        new = (membership.epoch, f"rank {rank.rank}") not in state.late_ends
+        if new and rank.hardware_fault_in == membership.epoch - 1 != 0:
+            yield BlamedNode(
+                node=membership.member(membership.member_of(rank.rank)).node,
+                kind=FailureKind.HARDWARE_FAULT,
+                epoch=membership.epoch - 1,
+            )
 
 
 def _late_ends(
@@ -71,6 +105,10 @@ def _late_ends(
     for rank in ranks_in(observation.cluster, membership):
         if known < rank.oom_killed_in == membership.epoch - 1:
             yield f"rank {rank.rank}", exit_in_words(KILLED, EndReason.OOM_KILLED)
+        elif rank.hardware_fault_in == membership.epoch - 1 != 0:
+            lines = f":\n{rank.kernel_messages}" if rank.kernel_messages else ""
+            how = f"ended after its kernel reported a fault of hardware{lines}"
+            yield f"rank {rank.rank}", how[:LATE_CHARACTERS_MAX]
 
 
 def note_shortages(

@@ -125,7 +125,8 @@ class Recoveries:
         for event in decision.events:
             if event.reason == EventReason.AGENT_ENDED and not began:  # of the epoch that it ended
                 last = replace(last, cause=f"{event.message}; {last.cause}")
-        if ongoing and (advice := advice_for((), state, membership.epoch - 1)):
+        late = [each for each in decision.blamed if each.epoch == membership.epoch - 1]
+        if ongoing and (advice := advice_for(late, state, membership.epoch - 1)):
             last = replace(last, advice=advice)  # its reason has come late
         start = state.started_from
         if last.resumed_at is None and start is not None and training_runs(observed, membership):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -129,12 +130,16 @@ def test_an_inspection_is_recorded_for_the_rank_once_and_forgotten_with_the_epoc
 
 def test_work_is_recorded_for_the_rank_and_forgotten_with_the_epoch(engine: JobEngine) -> None:
     engine.worked(3, [7], 1.0)  # of the world that has ended
+    assert engine.overview().work_reported_at == -math.inf
     engine.worked(4, [5], 2.0)
     assert {r.rank: r.worked_at for r in engine.overview().ranks} == {6: None, 7: 2.0}
+    engine.worked(4, [], 4.0)  # no process works, which is a report as well
+    assert engine.overview().work_reported_at == 4.0
     with pytest.raises(StaleEpochError, match="an earlier world calls itself rank 0"):
         engine.worked(4, [5, 0], 3.0)
     engine.memory.begin_epoch(replace(SHRUNK, epoch=5))
     assert {r.worked_at for r in engine.overview().ranks} == {None}
+    assert engine.overview().work_reported_at == -math.inf
 
 
 def test_a_reason_is_recorded_with_the_exit_and_holds_in_its_epoch(engine: JobEngine) -> None:
@@ -153,6 +158,27 @@ def test_a_kill_for_lack_of_memory_is_recorded_when_its_epoch_has_ended(engine: 
     assert found == {6: (0, 0), 7: (3, 0)}
     engine.worker_exited(9, 7, 137, "", EndReason.OOM_KILLED)  # of an epoch that never was
     assert {r.oom_killed_in for r in engine.overview().ranks} == {0, 3}
+
+
+def test_a_fault_of_hardware_is_recorded_when_its_epoch_has_ended(engine: JobEngine) -> None:
+    before = evidence(engine.memory)
+    engine.worker_exited(3, 7, 134, "", EndReason.HARDWARE_FAULT, "Xid 79")  # as in the last world
+    assert evidence(engine.memory) != before
+    found = {
+        r.rank: (r.hardware_fault_in, r.exit_code, r.kernel_messages)
+        for r in engine.overview().ranks
+    }
+    assert found == {6: (0, 0, ""), 7: (3, 0, "Xid 79")}
+    engine.worker_exited(9, 7, 137, "", EndReason.HARDWARE_FAULT)  # of an epoch that never was
+    assert {r.hardware_fault_in for r in engine.overview().ranks} == {0, 3}
+
+
+def test_a_failure_is_told_with_its_own_messages_and_not_with_older_ones(
+    engine: JobEngine,
+) -> None:
+    engine.worker_exited(4, 5, 1, "", EndReason.UNKNOWN, "Xid 45")
+    engine.worker_exited(3, 7, 134, "", EndReason.HARDWARE_FAULT, "Xid 79")
+    assert {r.rank: r.kernel_messages for r in engine.overview().ranks} == {6: "", 7: "Xid 45"}
 
 
 def test_a_rank_without_a_session_trains_until_it_ends_or_the_epoch_does(

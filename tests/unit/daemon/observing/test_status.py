@@ -26,7 +26,7 @@ from holdfast_daemon.engine.overview import (
 )
 from holdfast_daemon.engine.state import JobMemory, RankRecord, TrainerSession
 from holdfast_daemon.job.host import JobHost
-from holdfast_daemon.observing.status import as_json
+from holdfast_daemon.observing.status import WORK_REPORTED_S, as_json, job_state
 from holdfast_daemon.parity.traffic import NodeTraffic
 from holdfast_protos.expert_plans import plan_from_proto, plan_to_proto
 
@@ -182,14 +182,31 @@ def test_what_a_rank_reported_in_an_ended_epoch_is_kept_for_people_alone(memory:
     assert loss_report(memory) == loss(4)
 
 
-def test_the_catalogue_gets_recoveries_only_of_epochs_that_existed(memory: JobMemory) -> None:
-    memory.rank(0).loss = loss(4, 5, 6)
+def hosted(memory: JobMemory, now: float = 0.0) -> JobHost:
     engine = JobEngine(job="job", node="a", memory_id="m", incarnation=1, settings=EngineSettings())
     engine.memory = memory
     storage = SimpleNamespace(arena_bytes=0, parity_bytes=0)
     worker = SimpleNamespace(parity_traffic=NodeTraffic().of_job())
-    host = SimpleNamespace(engine=engine, storage=storage, worker=worker)
-    document = as_json(cast(JobHost, host), engine.overview())
+    return cast(JobHost, SimpleNamespace(engine=engine, storage=storage, worker=worker, now=now))
+
+
+def test_a_launcher_that_reports_no_more_may_see_work_that_nobody_knows_of(
+    memory: JobMemory,
+) -> None:
+    [rank] = job_state(hosted(memory, 1.0)).ranks
+    assert not rank.work_reported
+    hosted(memory).engine.worked(5, [0], 1.0)
+    hosted(memory).engine.worked(5, [], 3.0)
+    [rank] = job_state(hosted(memory, 3.0 + WORK_REPORTED_S)).ranks
+    assert rank.work_reported and rank.since_work_s == 2.0 + WORK_REPORTED_S
+    [rank] = job_state(hosted(memory, 3.5 + WORK_REPORTED_S)).ranks
+    assert not rank.work_reported and rank.since_work_s == 2.5 + WORK_REPORTED_S
+
+
+def test_the_catalogue_gets_recoveries_only_of_epochs_that_existed(memory: JobMemory) -> None:
+    memory.rank(0).loss = loss(4, 5, 6)
+    host = hosted(memory)
+    document = as_json(host, host.engine.overview())
     assert document["losses"] == [recovery(4).to_dict(), recovery(5).to_dict()]
     assert document["ranks"][0]["loss"] == {  # type: ignore[index]
         "experts_per_layer": 1,

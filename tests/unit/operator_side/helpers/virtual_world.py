@@ -182,6 +182,11 @@ class World:
         """Ranks that have no session, although their agents run: not yet, or no more."""
         self.worked_at: dict[int, float] = {}
         """Rank → when its launcher last saw its worker work; `inf`: it works all the time."""
+        self.late_faults: dict[int, tuple[int, str]] = {}
+        """Rank → the epoch in which it ended after a fault of hardware, as its agent has told when
+        that had ended, and what the kernel wrote."""
+        self.unreported: set[int] = set()
+        """Ranks whose launchers have ceased to report whether they work."""
         self.unprotected: set[int] = set()
         """Ranks that train without a session."""
         self.oom_epochs: dict[int, int] = {}
@@ -345,9 +350,17 @@ class World:
                         if rank in self.worked_at
                         else None
                     ),
+                    work_reported=rank in self.worked_at and rank not in self.unreported,
                     unprotected=rank in self.unprotected and works,
                     exit_reason=self._end_reason(rank, daemon, membership.epoch),
-                    kernel_messages=daemon.kernel_messages.get(rank, ""),
+                    kernel_messages=daemon.kernel_messages.get(
+                        rank, self.late_faults.get(rank, (0, ""))[1]
+                    ),
+                    hardware_fault_in=(
+                        membership.epoch
+                        if daemon.kernel_messages.get(rank)
+                        else self.late_faults.get(rank, (0, ""))[0]
+                    ),
                     oom_killed_in=self.oom_epochs.get(rank, 0),
                     times=self.times.get(rank) if works else None,
                     divergence=self.divergences.get(rank) if works else None,

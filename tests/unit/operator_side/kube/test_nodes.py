@@ -205,7 +205,10 @@ def test_an_event_of_a_virtual_machine_is_a_notice_unless_it_is_a_pause(
         ("cloud.google.com/active-node-maintenance", "ONGOING", True),
         ("cloud.google.com/active-node-maintenance", "PENDING", False),
         ("dgxc.nvidia.com/nvsentinel-state", "quarantined", True),
-        ("dgxc.nvidia.com/nvsentinel-state", "remediation-succeeded", False),
+        ("dgxc.nvidia.com/nvsentinel-state", "drain-failed", True),
+        ("dgxc.nvidia.com/nvsentinel-state", "remediation-succeeded", True),  # it has yet to reboot
+        ("dgxc.nvidia.com/nvsentinel-state", "remediation-failed", True),
+        ("dgxc.nvidia.com/nvsentinel-state", "healthy", False),
     ],
 )
 def test_labels_announce_the_end_of_a_node_by_their_values(

@@ -288,9 +288,11 @@ def test_ranks_of_a_node_with_a_fault_of_hardware_are_named_wherever_they_wait()
     assert found.text.startswith(f"ranks 2, 3 are on a node whose kernel wrote: {XID}; 4 others ")
 
 
-def test_a_rank_that_is_stopped_elsewhere_holds_the_others_up_as_well() -> None:
+@pytest.mark.parametrize("other", ["stopped", "alone in its evaluation"])
+def test_ranks_that_stand_out_are_named_and_a_fault_elsewhere_is_not(other: str) -> None:
+    """The fault may be minutes old, and the GPU may work again."""
     answers = {rank: reduces(rank) for rank in range(4)}
     answers[1] = structs.replace(answers[1], hardware_fault=XID)
-    answers[2] = of(2, state="T")
+    answers[2] = of(2, state="T") if other == "stopped" else evaluates(2)
     found = diagnose(range(4), answers)
-    assert found.culprits == {1, 2} and not found.hardware_fault
+    assert found.culprits == {2} and not found.hardware_fault and XID not in found.text

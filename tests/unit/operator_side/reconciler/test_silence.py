@@ -29,7 +29,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.pauses, self.now, self.step, self.epoch = StepPauses(), 0.0, 0, 1
-        self.look_at = 0.3
+        self.look_at, self.hung = 0.3, False
 
     def alarms(self, shape: Iterable[Pause]) -> list[float]:
         """The silence at each alarm. After one, the job restarts and repeats nothing."""
@@ -39,20 +39,28 @@ class Watched:
             while self.look_at < self.now:
                 look_at, self.look_at = self.look_at, self.look_at + CALM_S
                 idle_s = look_at - began
-                self.pauses = self.pauses.follow(self.epoch, self.step, idle_s, look_at)
+                look = (self.epoch, self.step, idle_s, look_at, self.hung)
+                self.pauses = self.pauses.follow(*look)
                 limit = HangLimit(steps_s=HANGING_S, quiet_s=self.pauses.quiet_limit_s)
-                if limit.is_passed(ranks(idle_s, works)):
+                if limit.is_passed(ranks(idle_s, works), 2):
                     found.append(idle_s)
-                    self.epoch, self.now = self.epoch + 1, look_at
+                    self.epoch, self.now, self.hung = self.epoch + 1, look_at, True
                     break
             self.step += 1
         return found
 
 
 def ranks(idle_s: float, works: bool) -> list[RankView]:
-    quiet = RankView(rank=0, idle_s=idle_s, state=RankHealth.HEALTHY, since_work_s=idle_s)
-    other = RankView(rank=1, idle_s=idle_s, since_work_s=0.0 if works else idle_s)
-    return [quiet, other]
+    return [
+        RankView(
+            rank=rank,
+            idle_s=idle_s,
+            state=RankHealth.HEALTHY,
+            since_work_s=since_s,
+            work_reported=True,
+        )
+        for rank, since_s in enumerate((idle_s, 0.0 if works else idle_s))
+    ]
 
 
 def steps(step_s: float, hours: float) -> Iterator[Pause]:
@@ -147,14 +155,21 @@ def test_after_a_restart_nothing_learned_applies_until_steps_were_seen() -> None
 def watched(**detection: float) -> World:
     """A job without hangSeconds, as if it had been watched for hours."""
     world = running(make_job(detection={"heartbeatSeconds": 1, **detection}))
-    world.train(10)
+    watch(world)
+    return world
+
+
+def watch(world: World) -> None:
+    """Train on, as if the job had been watched for hours."""
+    world.train(max(world.step, world.state.started_from or 0) + 10)
     world.settle(1.0)
     pauses = StepPauses(
-        epoch=world.membership.epoch, step=10, longest_s=2.0, watched_s=1e6, progresses=100
+        epoch=world.membership.epoch, step=world.step, watched_s=1e6, progresses=100
     )
     world.state = replace(world.state, pauses=pauses)
     world.worked_at = dict.fromkeys(range(world.membership.world_size), world.now)
-    return world
+    world.train(world.step + 1)
+    world.settle(1.0)
 
 
 def hang(world: World, seconds: float) -> None:
@@ -172,6 +187,28 @@ def test_a_quiet_job_hangs_after_what_was_learned() -> None:
     assert "no progress of any rank for 6" in world.messages("Recovering")[0]
 
 
+@pytest.mark.parametrize("ends", ["by a restart", "by itself"])
+def test_a_pause_that_was_taken_for_a_hang_is_remembered(ends: str) -> None:
+    """A pause that comes every night, under a control loop that is replaced every day."""
+    world = watched()
+    hang(world, QUIET_S_MIN - 5)
+    if ends == "by itself":
+        world.mute = {"n0"}  # Its launcher is asked what its ranks do, and does not answer.
+        hang(world, 6)
+        world.idle_s, world.mute = 0.0, set()
+        world.settle(1.0)
+        assert world.state.recoveries == 0 and len(world.messages("HangPassed")) == 1
+    else:
+        hang(world, 30)
+        assert world.state.recoveries == 1
+    world.restart()
+    world.settle(8.0)
+    watch(world)
+    before = world.state.recoveries
+    hang(world, 2 * QUIET_S_MIN)
+    assert world.state.recoveries == before
+
+
 def test_a_number_of_the_job_stays_as_it_is() -> None:
     world = watched(hangSeconds=200)
     hang(world, 180)
@@ -180,13 +217,20 @@ def test_a_number_of_the_job_stays_as_it_is() -> None:
     assert world.state.recoveries == 1
 
 
-@pytest.mark.parametrize("launcher", ["works", "reports nothing"])
+@pytest.mark.parametrize(
+    "launcher", ["works", "works without a session", "reports nothing", "reports no more"]
+)
 def test_while_one_rank_works_or_may_work_the_fixed_limit_applies(launcher: str) -> None:
     world = watched()
-    del world.worked_at[2]
+    if launcher == "reports no more":
+        world.unreported = {2}
+    else:
+        del world.worked_at[2]
+    if launcher == "works without a session":  # It evaluates, and the others wait for it.
+        world.sessionless = {2}
     for _ in range(300):
         world.idle_s += 1.0
-        if launcher == "works":
+        if launcher.startswith("works"):
             world.worked_at[2] = world.now
         world.settle(1.0)
     assert world.state.recoveries == 0

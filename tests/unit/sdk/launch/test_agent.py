@@ -21,6 +21,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from holdfast._daemon.sealed_store import SealedStore, new_store_key
+from holdfast._launch import kernel_log
 from holdfast._launch.agent import (
     FINISHED,
     RESTARTS_MAX,
@@ -28,11 +29,11 @@ from holdfast._launch.agent import (
     ExitBarrier,
     HoldfastAgent,
 )
+from holdfast._launch.kernel_log import KernelLog
 from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
 from holdfast._launch.workers import CLOSE_S, REAP_S
 from holdfast_core.errors import UnreachableError
 from holdfast_core.inspections import InspectedProcess
-from holdfast_core.kernel_messages import KernelMessage, message_of
 from holdfast_core.states import EndReason
 
 TIMEOUT_S = 30.0
@@ -209,7 +210,9 @@ class Node:
             monitor_interval=1e-3,
         )
         self.memory_is_short = False
-        self.kernel_messages: list[KernelMessage] = []
+        self.kernel_log = folder / f"kmsg-{daemon.rank}"
+        self.kernel_log.touch()
+        (folder / "gpus" / "0000:3b:00.0").mkdir(parents=True, exist_ok=True)
         self.agent = FinishedAgent(
             spec,
             self.rendezvous,
@@ -217,8 +220,13 @@ class Node:
             "forkserver",
             1.0,
             memory_was_short=lambda: self.memory_is_short,
-            kernel_messages=lambda: self.kernel_messages,
+            kernel=KernelLog(self.kernel_log, folder / "gpus"),
         )
+
+    def log(self, *messages: str) -> None:
+        """Write messages as the kernel."""
+        with self.kernel_log.open("a") as written:
+            written.writelines(f"4,1,1,-;{message}\n" for message in messages)
 
     def finish(self) -> None:
         self.fifo.write_bytes(b"")  # once the worker reads
@@ -245,6 +253,8 @@ def node(worlds: Worlds, tmp_path: Path) -> Iterator[Callable[..., Node]]:
     """Function that makes the node of a daemon."""
     with ExitStack() as ends, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
+        pids = Path("/proc/self/ns/pid").stat().st_ino
+        patch.setattr(kernel_log, "OUTERMOST_PIDS", pids)  # as outside of containers
 
         def make(
             daemon: PlayedDaemon, *, forked: bool = False, reform_s: float = 60.0, lanes: int = 1
@@ -336,14 +346,27 @@ def test_what_the_kernel_wrote_about_a_worker_is_reported_with_its_end(
     worlds.begin(1)
     here = node(PlayedDaemon(worlds))
     (pid,) = here.agent.start()
-    message = message_of(text.format(pid=pid))
-    assert message is not None
-    of_another = message_of("Out of memory: Killed process 1 (init) total-vm:9kB")
-    assert of_another is not None
-    here.kernel_messages = [message, of_another]
+    message = text.format(pid=pid)
+    here.log(message, "Out of memory: Killed process 1 (init) total-vm:9kB")
     os.kill(pid, signal.SIGKILL)
     until(lambda: here.agent.state() is WorkerState.FAILED)
-    assert (here.daemon.reasons, here.daemon.kernel_messages) == ([reason], [message.text])
+    assert (here.daemon.reasons, here.daemon.kernel_messages) == ([reason], [message])
+
+
+def test_what_the_kernel_wrote_in_one_epoch_explains_no_end_in_the_next(
+    worlds: Worlds, node: Callable[..., Node]
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds))
+    here.agent.start()
+    here.log("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus")
+    worlds.begin(2)
+    until(lambda: here.rendezvous.num_nodes_waiting() == 1)
+    here.agent.restart()
+    (worker,) = here.agent.get_worker_group().workers
+    os.kill(worker.id, signal.SIGKILL)
+    until(lambda: here.agent.state() is WorkerState.FAILED)
+    assert (here.daemon.reasons, here.daemon.kernel_messages) == ([EndReason.UNKNOWN], [""])
 
 
 def test_a_worker_that_the_agent_kills_was_not_killed_for_lack_of_memory(

@@ -174,6 +174,8 @@ def test_the_exit_code_of_a_worker_is_reported_and_signals_are_128_and_more() ->
         assert len(daemon.exits) == 2
         handler.report_worker_exit(1, 0, -9, "", EndReason.OOM_KILLED)  # the kernel was faster
         assert (daemon.exits[2:], daemon.reasons[2:]) == ([(1, 0, 137)], [EndReason.OOM_KILLED])
+        handler.report_worker_exit(1, 0, 134, "", EndReason.HARDWARE_FAULT)
+        assert (daemon.exits[3:], daemon.reasons[3:]) == ([(1, 0, 134)], [EndReason.HARDWARE_FAULT])
 
 
 def test_work_is_reported_with_the_present_epoch_and_a_daemon_that_is_away_misses_it() -> None:

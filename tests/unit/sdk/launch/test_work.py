@@ -109,6 +109,21 @@ def test_a_worker_that_reads_works_though_it_sleeps_most_of_the_time(tmp_path: P
         launch.close()
 
 
+class BrokenLog(KernelLog):
+    def look(self) -> None:
+        raise OSError("no log")
+
+
+def test_work_is_reported_though_the_log_of_the_kernel_cannot_be_read(tmp_path: Path) -> None:
+    launch = Started(SLEEPS)
+    try:
+        with pytest.raises(OSError, match="no log"):
+            WorkWatch(launch, 1, kills(tmp_path), BrokenLog(tmp_path), None).look()
+        assert launch.reports == [[2]]
+    finally:
+        launch.close()
+
+
 def test_a_worker_that_has_ended_is_left_out() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
