@@ -134,6 +134,11 @@ class World:
 
     idler_s: Mapping[int, float] = MappingProxyType({})
     processes: Mapping[int, InspectedProcess | None] = MappingProxyType({})
+    late_faults: Mapping[int, tuple[int, str]] = MappingProxyType({})
+    """Rank → the epoch in which it ended after a fault of hardware, as its agent has told when that
+    had ended, and what the kernel wrote."""
+    unreported: frozenset[int] = frozenset()
+    """Ranks whose launchers have ceased to report whether they work."""
     mute: Collection[str] = ()
     old: Collection[str] = ()
     record: Record = MappingProxyType({})
@@ -182,11 +187,6 @@ class World:
         """Ranks that have no session, although their agents run: not yet, or no more."""
         self.worked_at: dict[int, float] = {}
         """Rank → when its launcher last saw its worker work; `inf`: it works all the time."""
-        self.late_faults: dict[int, tuple[int, str]] = {}
-        """Rank → the epoch in which it ended after a fault of hardware, as its agent has told when
-        that had ended, and what the kernel wrote."""
-        self.unreported: set[int] = set()
-        """Ranks whose launchers have ceased to report whether they work."""
         self.unprotected: set[int] = set()
         """Ranks that train without a session."""
         self.oom_epochs: dict[int, int] = {}

@@ -93,7 +93,7 @@ def test_a_fault_that_is_reported_when_the_next_epoch_has_begun_blames_the_node_
     assert world.membership.epoch == 2
     world.settle(2.0)
     assert kinds(world) == {"n2": ["LostRank"]}
-    world.late_faults[2] = (1, XID)
+    world.late_faults = {2: (1, XID)}
     world.settle(8.0)
     told = f"rank 2 ended after its kernel reported a fault of hardware:\n{XID}"
     assert world.messages("AgentEnded") == [told] and world.phase() == "Running"
@@ -107,7 +107,7 @@ def test_a_fault_that_was_known_in_time_is_not_told_again() -> None:
     world.settle(1.0)
     world.exit_rank(2, 1, "CUDA error", hardware_fault=XID)
     world.settle(1.0)
-    world.late_faults[2] = (world.membership.epoch - 1, XID)  # It is on the same node still.
+    world.late_faults = {2: (world.membership.epoch - 1, XID)}  # It is on the same node still.
     world.settle(8.0)
     assert world.messages("AgentEnded") == []
     assert kinds(world) == {"n2": ["HardwareFault"]}

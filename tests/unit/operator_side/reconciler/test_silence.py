@@ -223,7 +223,7 @@ def test_a_number_of_the_job_stays_as_it_is() -> None:
 def test_while_one_rank_works_or_may_work_the_fixed_limit_applies(launcher: str) -> None:
     world = watched()
     if launcher == "reports no more":
-        world.unreported = {2}
+        world.unreported = frozenset({2})
     else:
         del world.worked_at[2]
     if launcher == "works without a session":  # It evaluates, and the others wait for it.
