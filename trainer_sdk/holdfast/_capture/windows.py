@@ -212,22 +212,23 @@ class WindowCapture(CaptureStrategy):
     ) -> None:
         super().on_opened(layout, sources, gradients)
         self._planned = layout, sources, gradients
-        self._plan_slots(*self._planned)
+        self._plan_slots(self._schedule, *self._planned)
         if self.rules.adapts:
             self._lengths = _bytes_of(layout, self._schedules)
 
     def _plan_slots(
         self,
+        schedule: Schedule,
         layout: Layout,
         sources: Sequence[TensorSource],
         gradients: Sequence[TensorSource],
     ) -> None:
+        """Plan the saves of windows of `schedule`. If it raises, the schedule stays as it was."""
         by_name = {(source.name, False): source for source in sources}
         by_name |= {(source.name, True): source for source in gradients}
-        schedule = self._schedule
         frames = frames_of(layout, schedule, self._end)
         units = {UnitKey.parse(entry.unit) for entry in layout.entries}
-        self._plans = tuple(
+        plans = tuple(
             _plan(
                 layout,
                 by_name,
@@ -250,6 +251,7 @@ class WindowCapture(CaptureStrategy):
         early = [unit for unit in sorted(state) if schedule.slot(unit) < schedule.window - 1]
         early.sort(key=lambda unit: (schedule.slot(unit), state[unit]))
         self._sample = frozenset(early[:SAMPLED_UNITS])
+        self._schedule, self._plans = schedule, plans
 
     # --- a save -----------------------------------------------------------------------------------
 
@@ -286,8 +288,7 @@ class WindowCapture(CaptureStrategy):
         """Plan the saves of the window that begins."""
         if decision.schedule != self._schedule:
             assert self._planned is not None
-            self._schedule = decision.schedule
-            self._plan_slots(*self._planned)
+            self._plan_slots(decision.schedule, *self._planned)
 
     def _choose_slot(self, first: int, slot: int) -> CaptureChoice:
         plan, last = self._plans[slot], first + self._schedule.window - 1

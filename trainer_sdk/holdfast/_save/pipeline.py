@@ -149,6 +149,9 @@ class SavePipeline:
         find = bool(strategy.rules.window) or not settings.store_compute_weights
         self._casts = Casts(engine, enabled=find)
         self._tensors = Tensors()
+        self._changed, self._reseated = False, False
+        """Whether the open session is not yet laid out for these tensors, and the plan not yet for
+        the seats of experts. The task that brought the news may fail before they are."""
         self._mirrored = NOTHING_MIRRORED
         """Pieces of other ranks that the open session has room for."""
         self._plan: BasePlan | None = None
@@ -180,16 +183,15 @@ class SavePipeline:
             if self.problem is not None:
                 raise self.problem
             # Agree: all ranks settle, once per session, which rank captures which shards.
-            plan = self._agree(task, tensors)
-            # Count the tokens of this step before the strategy chooses experts by them.
+            # Count the tokens of this step before the strategy chooses experts by them, and also if
+            # this save fails: no later task has them.
+            try:
+                plan = self._agree(task, tensors)
+            finally:
+                self._count(task)
             # Check, in place of the training thread, that the tensors are still read as planned.
             if task.sources is None and tensors.unchanged is not None:
                 tensors.unchanged.check_forms()
-            if task.tokens:
-                # The device may lag a whole step behind. Reading on a side stream, after the fence,
-                # does not wait for work that training has queued since.
-                with task.holding(), self._device.after(tensors.fence):
-                    self.strategy.count(*task.tokens.read())
             # Open: make sure that the daemon has an arena with the layout of these tensors.
             self._open(task, tensors, plan)
             if not task.copies:
@@ -219,13 +221,24 @@ class SavePipeline:
                 captured=[source for source in task.sources if source.captured],
                 gradients=task.gradients,
             )
-        if task.reseated and self._plan is not None:
+            self._changed = True
+        self._reseated = self._reseated or task.reseated
+        if self._reseated and self._plan is not None:
             # A window has each expert from one rank. Those to come would have it from another.
             self.drop("experts have changed ranks")
             captured = self._tensors.captured
             self._plan = self._plan.after_reseating(captured)
             self.strategy.on_reseated(self._plan.own_experts(table_of(captured)))
+        self._reseated = False
         return replace(self._tensors, fence=task.fence, unchanged=task.unchanged)
+
+    def _count(self, task: Task) -> None:
+        """Count the tokens that were routed before the save."""
+        if task.tokens:
+            # The device may lag a whole step behind. Reading on a side stream, after the fence,
+            # does not wait for work that training has queued since.
+            with task.holding(), self._device.after(task.fence):
+                self.strategy.count(*task.tokens.read())
 
     def _agree(self, task: Task, tensors: Tensors) -> BasePlan:
         """Return the plan on which all ranks agree: which rank captures which shards.
@@ -233,7 +246,7 @@ class SavePipeline:
         The first call exchanges tables with the other ranks and, if the settings ask for it,
         compares the units that the topology declares to be replicas. Later calls return that plan.
         """
-        if task.sources is not None and self._casts.enabled:
+        if self._changed and self._casts.enabled:
             self._find_casts(task, tensors)
         if self._plan is not None:
             return self._plan
@@ -298,8 +311,9 @@ class SavePipeline:
         extras_bytes = self.strategy.extras_bytes(task.extras_bytes)
         old = link.layout or self._restored
         fits = old is not None and extras_bytes <= old.extras_capacity
-        if task.sources is None and fits and link.is_open and not self._casts.changed:
+        if not (self._changed or self._casts.changed) and fits and link.is_open:
             return
+        self._changed = True  # until all that depends on the layout knows it
         # Lay out the shards that the plan assigns to this rank.
         table = table_of(sources)
         shards = own_shards(plan, table)
@@ -328,6 +342,7 @@ class SavePipeline:
         self._mirrored = mirrored
         self.strategy.on_opened(layout, sources, tensors.gradients)
         self._casts.on_session_opened(layout, sources)
+        self._changed = False
 
     def _choose_mirrored(self, task: Task, tensors: Tensors, plan: BasePlan) -> Mirrored:
         """Choose the pieces of other ranks that saves copy as well."""

@@ -368,7 +368,7 @@ class ProtectedSession(WorldSession):
         if self._saver.busy:
             raise SnapshotSkippedError("the previous save is still in progress")
         # Start the save. If nothing else makes optimizers wait for the copy, wait for it here.
-        self._saver.submit(self._task(handle, copies=True))
+        self._submit(self._task(handle, copies=True))
         asked, self._asked = self._asked, False
         if not (self._held or asked):
             self._saver.wait_staged()
@@ -431,12 +431,8 @@ class ProtectedSession(WorldSession):
         self._gradients.settle()
         of_tensors = self._live.of_tensors
         extras = encode_extras(collect(self._live, states, handle.step, of_tensors))
-        # The saver's thread takes them over; kept here until a task has carried them there.
-        sources, self._sources = self._sources, None
-        reseated, self._reseated = self._reseated, False
-        tokens, self._tokens = self._tokens, self._tokens.empty_copy()
         if self._routers is not None and copies:
-            self._routers.on_save(tokens.layers)
+            self._routers.on_save(self._tokens.layers)
         call = SaveCall(
             number=self._number - 1,
             step=handle.step,
@@ -447,15 +443,21 @@ class ProtectedSession(WorldSession):
         return Task(
             handle,
             call,
-            sources=sources,
+            sources=self._sources,
             gradients=self._optimizer_steps.gradients,
             more_extras_bytes=self._optimizer_steps.extras_bytes,
             fence=self._device.fence(),
             copies=copies,
-            tokens=tokens,
+            tokens=self._tokens,
             unchanged=InPlaceCheck(self._live.watched, versions) if copies else None,
-            reseated=reseated,
+            reseated=self._reseated,
         )
+
+    def _submit(self, task: Task) -> None:
+        """Hand a task to the saver's thread, which takes over what was kept here until then."""
+        self._saver.submit(task)
+        self._sources, self._reseated = None, False
+        self._tokens = self._tokens.empty_copy()
 
     def backward(
         self,
@@ -503,7 +505,7 @@ class ProtectedSession(WorldSession):
         except HoldfastError as error:
             self._saver.refuse(handle, error)
             return
-        self._saver.submit(task)
+        self._submit(task)
         task.ended.wait()
 
     def wait_staged(self) -> None:
