@@ -34,6 +34,7 @@ from holdfast._capture.window_records import (
     state_slot,
 )
 from holdfast._copying.engine import CopyPlan, plan_copy
+from holdfast._copying.gathering import ALIGNING_GAP_MAX
 from holdfast._copying.placed import Flags
 from holdfast._state.capture import TensorSource
 from holdfast_core.errors import InvalidJobError, SnapshotSkippedError
@@ -367,7 +368,8 @@ def _plan(
         if source.staging is not None and not source.eager:
             staged[entry.tensor] = (source.staging, source.tensor)
     return SlotPlan(
-        copies=plan_copy(ranges, tuple(staged.values()), size),
+        # Between them lie tensors that other saves of the window capture into the same slot.
+        copies=plan_copy(ranges, tuple(staged.values()), size, gap_bytes_max=ALIGNING_GAP_MAX),
         skip=skip,
         nbytes=sum(entry.nbytes for entry in entries),
         state_of=state_of,

@@ -36,7 +36,7 @@ from holdfast._copying.collector import without_collector
 from holdfast._copying.cores import apart
 from holdfast._copying.device_hashes import DeviceHasher, DevicePieces, HashesOnDevice
 from holdfast._copying.devices import Device, DeviceMove, Download, Fence, GroupCopy
-from holdfast._copying.gathering import GATHERED_BYTES_MAX, Gather, gather
+from holdfast._copying.gathering import GAP_BYTES_MAX, GATHERED_BYTES_MAX, Gather, gather
 from holdfast._copying.placed import Flags, Placed
 from holdfast._copying.strided import copy_of_span
 from holdfast_core.snapshots.layouts import piece_count
@@ -498,13 +498,15 @@ def plan_copy(
     staged: Sequence[tuple[torch.Tensor, torch.Tensor]],
     piece_bytes: int,
     gathered_bytes_max: int = GATHERED_BYTES_MAX,
+    gap_bytes_max: int = GAP_BYTES_MAX,
 ) -> CopyPlan:
     """Plan the copies of `ranges`: (first byte in the slot, first byte in the tensor, uint8
     tensor).
 
     Each uint8 tensor holds exactly the bytes to move, flat and contiguous; the first byte in the
     tensor is not used here. Ranges that are neighbours in the slot and in memory become one, and so
-    do those of small tensors on a device, of at most `gathered_bytes_max`.
+    do those of small tensors on a device, of at most `gathered_bytes_max`, with gaps of at most
+    `gap_bytes_max` between them, which copies from the device overwrite.
     """
     host: list[tuple[int, int, int]] = []
     device: list[DeviceMove] = []
@@ -524,14 +526,17 @@ def plan_copy(
     with without_collector():
         moves = _by_piece(host, piece_bytes)
         plan = CopyPlan(piece_bytes=piece_bytes, host_moves=moves, staged=tuple(staged))
-        return with_device_moves(plan, device, gathered_bytes_max)
+        return with_device_moves(plan, device, gathered_bytes_max, gap_bytes_max)
 
 
 def with_device_moves(
-    plan: CopyPlan, moves: Sequence[DeviceMove], gathered_bytes_max: int
+    plan: CopyPlan,
+    moves: Sequence[DeviceMove],
+    gathered_bytes_max: int,
+    gap_bytes_max: int = GAP_BYTES_MAX,
 ) -> CopyPlan:
     """Complete `plan` with the `moves` from and to a device, which are in the order of the slot."""
-    cut, gathered = gather(moves, plan.piece_bytes, gathered_bytes_max)
+    cut, gathered = gather(moves, plan.piece_bytes, gathered_bytes_max, gap_bytes_max)
     block_bytes = plan.piece_bytes * BLOCK_PIECES
     from_host = [bool(of_piece) for of_piece in plan.host_moves]
     return replace(

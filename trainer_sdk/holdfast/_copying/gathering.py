@@ -5,9 +5,11 @@ take longer than a gigabyte. So small tensors that are neighbours in the slot ar
 tensor on their device, by a few kernels, and are copied in runs. A restore does the reverse.
 
 A run also covers the gaps between its tensors: alignment, and small tensors in host memory, such as
-Adam's step counters. So tensors in a gap must be copied after the run has arrived. If a tensor of a
-run ends in one piece and the next tensor begins in another piece, the next one does not join the
-run, because experts that a snapshot may leave out begin on pieces of their own.
+Adam's step counters. So tensors in a gap must be copied after the run has arrived, in the same
+capture: a save of a window, whose other saves fill the slot as well, allows only gaps that align
+the next tensor (`ALIGNING_GAP_MAX`), in which nothing lies. If a tensor of a run ends in one piece
+and the next tensor begins in another piece, the next one does not join the run, because experts
+that a snapshot may leave out begin on pieces of their own.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ KiB, and changes nothing for tensors of 256 KiB."""
 
 GAP_BYTES_MAX = 1024
 """Largest gap between two tensors of one run."""
+
+ALIGNING_GAP_MAX = TENSOR_ALIGNMENT - 1
+"""Largest gap between two tensors in which no third one can lie."""
 
 ROOM_BYTES_MAX = 256 * 1024 * 1024
 """Largest memory of the device for gathered tensors. Further tensors are copied one by one."""
@@ -57,12 +62,13 @@ class Gather:
 
 
 def gather(
-    moves: Sequence[DeviceMove], piece_bytes: int, small_bytes: int
+    moves: Sequence[DeviceMove], piece_bytes: int, small_bytes: int, gap_bytes: int
 ) -> tuple[list[DeviceMove], Gather]:
     """Replace the moves of tensors of at most `small_bytes` by moves of runs with several tensors.
 
     Args:
         moves: moves of whole tensors, in the order of the slot.
+        gap_bytes: largest gap between two tensors of one run, which overwrites it with zeros.
 
     Returns:
         The moves to make once the tensors are collected, in the order of the slot, and the Gather
@@ -70,7 +76,7 @@ def gather(
     """
     # Give each run with several tensors a place in the common tensor.
     placed_runs, taken = [], 0
-    for run in _runs(moves, piece_bytes, small_bytes):
+    for run in _runs(moves, piece_bytes, small_bytes, gap_bytes):
         nbytes = _end(run[-1]) - run[0].start
         fits = len(run) > 1 and taken + nbytes <= ROOM_BYTES_MAX
         placed_runs.append((taken if fits else None, run))
@@ -99,7 +105,7 @@ def gather(
 
 
 def _runs(
-    moves: Sequence[DeviceMove], piece_bytes: int, small_bytes: int
+    moves: Sequence[DeviceMove], piece_bytes: int, small_bytes: int, gap_bytes: int
 ) -> list[list[DeviceMove]]:
     """Divide `moves` into runs. A tensor that is not small, or that is on another device than the
     first tensor, is a run by itself."""
@@ -111,7 +117,7 @@ def _runs(
         if (
             small
             and last is not None
-            and move.start - _end(last) <= GAP_BYTES_MAX
+            and move.start - _end(last) <= gap_bytes
             and move.start // piece_bytes == (_end(last) - 1) // piece_bytes
         ):
             runs[-1].append(move)

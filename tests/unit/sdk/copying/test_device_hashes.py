@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_kernel import HostKernel
+from host_kernel import HERE, HostDevice, HostKernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,31 +28,18 @@ from holdfast._copying.device_hashes import (
     Kernel,
     SegmentTable,
 )
-from holdfast._copying.devices import CpuDevice, DeviceMove, Download, Fence, GroupCopy
+from holdfast._copying.devices import DeviceMove, Download, Fence, GroupCopy
 from holdfast._copying.engine import CopyEngine, CopyPlan, plan_copy, with_device_moves
 from holdfast._copying.placed import Placed
 from holdfast_core.snapshots.layouts import Layout, piece_digests, round_up
 
 PIECE = 2048
-HERE = torch.device("cpu")
 Part = tuple[int, int, torch.Tensor]
 OUTPUT: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120}
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
-
-
-class HostDevice(CpuDevice):
-    """Plays a device on host memory, which copies and hashes at once."""
-
-    def members(self) -> Sequence[torch.device]:
-        return [HERE]
-
-    def fetch(self, moves: Sequence[DeviceMove], slot: memoryview, fence: Fence) -> None:
-        target = torch.frombuffer(slot, dtype=torch.uint8)
-        for move in moves:
-            target[move.start : move.start + move.nbytes] = move.flat
 
 
 def hasher_of(make_kernel: Callable[[torch.device, int], Kernel] = HostKernel) -> DeviceHasher:

@@ -36,7 +36,7 @@ from holdfast._copying.engine import (
     plan_copy,
     with_device_moves,
 )
-from holdfast._copying.gathering import Gather, gather
+from holdfast._copying.gathering import ALIGNING_GAP_MAX, GAP_BYTES_MAX, Gather, gather
 from holdfast._copying.placed import Flags, Placed
 from holdfast_core.errors import CorruptError
 from holdfast_core.snapshots.layouts import SLOTS_MIN, Layout, piece_digests, round_up
@@ -331,10 +331,12 @@ def test_gathered_tensors_of_an_expert_that_is_skipped_stay_as_they_are(engine: 
 
 
 def test_a_run_ends_at_a_large_tensor_a_wide_gap_and_where_an_expert_may_begin() -> None:
-    def runs(*places: tuple[int, int], piece: int = 4096) -> tuple[list[tuple[int, int]], Gather]:
+    def runs(
+        *places: tuple[int, int], piece: int = 4096, gap: int = GAP_BYTES_MAX
+    ) -> tuple[list[tuple[int, int]], Gather]:
         flats = [(start, torch.zeros(nbytes, dtype=torch.uint8)) for start, nbytes in places]
         moves = [DeviceMove(start, flat.numel(), flat) for start, flat in flats]
-        found, gathered = gather(moves, piece, 100)
+        found, gathered = gather(moves, piece, 100, gap)
         return [(move.start, move.nbytes) for move in found], gathered
 
     assert runs((0, 50), (64, 50), (128, 50))[0] == [(0, 178)]
@@ -343,6 +345,8 @@ def test_a_run_ends_at_a_large_tensor_a_wide_gap_and_where_an_expert_may_begin()
     assert runs((4000, 96), (4096, 50), (4160, 50))[0] == [(4000, 96), (4096, 114)]
     assert runs((4000, 50), (4160, 50))[0] == [(4000, 50), (4160, 50)]
     assert runs((4000, 50), (4064, 50), (4128, 9))[0] == [(4000, 137)]
+    aligned = runs((0, 50), (64, 50), (192, 50), (256, 64), (320, 9), gap=ALIGNING_GAP_MAX)
+    assert aligned[0] == [(0, 114), (192, 137)]
     assert runs((0, 50))[1] == Gather()
 
 

@@ -1,13 +1,29 @@
-"""A kernel for `DeviceHasher` where no device is needed."""
+"""A device, and a kernel for `DeviceHasher`, where no device is needed."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from xxhash import xxh3_64_intdigest
 
 from holdfast._copying.device_hashes import STRIPE_BYTES, SegmentTable
+from holdfast._copying.devices import CpuDevice, DeviceMove, Fence
+
+HERE = torch.device("cpu")
+
+
+class HostDevice(CpuDevice):
+    """Plays a device on host memory, which copies and hashes at once."""
+
+    def members(self) -> Sequence[torch.device]:
+        return [HERE]
+
+    def fetch(self, moves: Sequence[DeviceMove], slot: memoryview, fence: Fence) -> None:
+        target = torch.frombuffer(slot, dtype=torch.uint8)
+        for move in moves:
+            target[move.start : move.start + move.nbytes] = move.flat
 
 
 class HostKernel:
