@@ -16,12 +16,15 @@ the hash and the copy.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -42,8 +45,8 @@ SEGMENTS_MAX = 16
 """Largest number of tensors in a piece that a device hashes. Its kernel looks for each stripe among
 them; small tensors are gathered, and count as one."""
 
-TESTED_PIECES = 5
-"""Number of pieces in the test of a device."""
+TESTED_PIECES, TESTED_ROWS = 5, 200
+"""Number of different pieces in the test of a device, and of pieces that its kernel hashes."""
 
 PREPARE_S = 30.0
 """Longest time to wait for the test of a device."""
@@ -110,12 +113,30 @@ class DevicePieces:
         self._from_host[: len(known)] = known
         self._by_device: tuple[PiecesOnDevice, ...] | None = None
         self._there: dict[torch.device, tuple[SegmentTable, torch.Tensor]] = {}
+        self._arrived: dict[torch.device, torch.Tensor] = {}
 
     def by_device(self) -> tuple[PiecesOnDevice, ...]:
-        """Return the pieces of each device; none if pieces do not consist of whole blocks."""
+        """Return the pieces of each device; none if pieces do not consist of whole blocks, and none
+        if they cannot be found, which is logged."""
         if self._by_device is None:
-            self._by_device = tuple(self._find()) if self.piece_bytes % BLOCK_BYTES == 0 else ()
+            self._by_device = ()
+            try:
+                if self.piece_bytes % BLOCK_BYTES == 0:
+                    self._by_device = tuple(self._find())
+            except Exception as error:
+                _log.warning("threads compute the checksums of all pieces: %r", error)
         return self._by_device
+
+    def arrived(self, device: torch.device, digests: torch.Tensor) -> torch.Tensor:
+        """Queue a copy of `digests`, int64 [pieces], to host memory, which the next call for this
+        device overwrites. Pinned memory that lives as long as the plan: to read it, or to let go
+        of it, is no work of the device."""
+        if device not in self._arrived:
+            self._arrived[device] = torch.empty(
+                len(self._from_host), dtype=torch.int64, pin_memory=device.type == "cuda"
+            )
+        room = self._arrived[device][: len(digests)]
+        return room.copy_(digests, non_blocking=True)
 
     def on_device(self, found: PiecesOnDevice, rows: _Numbers) -> tuple[SegmentTable, torch.Tensor]:
         """Return the table of `found` and the numbers of `rows` of it, int64 [rows], on its device.
@@ -127,7 +148,10 @@ class DevicePieces:
         table, every_row = self._there[device]
         if len(rows) == len(every_row):
             return table, every_row
-        return table, torch.from_numpy(rows).to(device)
+        numbers = torch.from_numpy(rows)
+        if device.type == "cuda":  # From memory that is not pinned, the copy waits for the fence.
+            numbers = numbers.pin_memory()
+        return table, numbers.to(device, non_blocking=True)
 
     def _find(self) -> Iterator[PiecesOnDevice]:
         # Cut the moves: into runs of whole pieces, which need no look at each piece, and parts of
@@ -231,17 +255,24 @@ class HashesOnDevice:
     def __init__(self, count: int) -> None:
         self.on_device: Flags = np.zeros(count, dtype=bool)
         """Marks these pieces."""
-        self._queued: list[tuple[_Numbers, torch.Tensor]] = []
+        self._queued: list[tuple[_Test, _Numbers, torch.Tensor]] = []
 
-    def add(self, pieces: _Numbers, digests: torch.Tensor) -> None:
-        """Add the digests of `pieces`, int64 [pieces] on the device; they need not be there yet."""
+    def add(self, test: _Test, pieces: _Numbers, digests: torch.Tensor) -> None:
+        """Add the digests of `pieces`, int64 [pieces] in host memory, where a device will have
+        copied them when all work is over that is queued now."""
         self.on_device[pieces] = True
-        self._queued.append((pieces, digests))
+        self._queued.append((test, pieces, digests))
 
     def write(self, digests: npt.NDArray[np.uint64]) -> None:
-        """Write the digests of these pieces into those of all pieces. Waits for the device."""
-        for pieces, queued in self._queued:
-            digests[pieces] = queued.cpu().numpy().view(np.uint64)
+        """Write the digests of these pieces into those of all pieces. Call it when they have been
+        copied; training may use the device for anything by then, so this does not."""
+        for _, pieces, arrived in self._queued:
+            digests[pieces] = arrived.numpy().view(np.uint64)
+
+    def fail(self, error: BaseException) -> None:
+        """Leave later captures to threads: the queued work has failed."""
+        for test, _, _ in self._queued:
+            test.fail(error)
 
 
 class DeviceHasher:
@@ -259,12 +290,13 @@ class DeviceHasher:
         self._tests: dict[tuple[torch.device, int], _Test] = {}
 
     def prepare(self, devices: Iterable[torch.device], piece_bytes: int) -> None:
-        """Test the devices that are not tested yet, and wait for the results, at most `PREPARE_S`.
+        """Test the devices that are not tested yet, and wait for the results as `settle` does.
 
         Without it the first captures are hashed by threads. Not within a capture.
         """
-        for test in [self._test(device, piece_bytes) for device in devices]:
-            test.thread.join(PREPARE_S)
+        for device in devices:
+            self._test(device, piece_bytes)
+        self.settle()
 
     def begin(self, found: DevicePieces, count: int, skip: Flags | None) -> HashesOnDevice:
         """Queue the hashes of the first `count` pieces on the current streams, in front of their
@@ -279,35 +311,44 @@ class DeviceHasher:
         hashes = HashesOnDevice(count)
         for of_device in found.by_device():
             test = self._test(of_device.device, found.piece_bytes)
-            kernel = test.kernel
-            pieces = of_device.pieces
-            rows = np.flatnonzero(pieces < count)
-            rows = rows[wanted[pieces[rows]]]
-            if kernel is None or not len(rows):
-                continue
-            # A tensor that has moved is copied from its new memory, so the table is out of date.
-            now = [tensor.data_ptr() for tensor in of_device.tensors]
-            if now != of_device.addresses:
-                continue
             try:
-                with _current(of_device.device):
-                    digests = kernel(*found.on_device(of_device, rows))
+                self._queue(test, found, of_device, wanted, hashes)
             except Exception as error:
                 test.fail(error)
-                continue
-            hashes.add(pieces[rows], digests)
         return hashes
+
+    def _queue(
+        self,
+        test: _Test,
+        found: DevicePieces,
+        of_device: PiecesOnDevice,
+        wanted: Flags,
+        hashes: HashesOnDevice,
+    ) -> None:
+        """Queue the hashes of the `wanted` pieces of one device, if it may hash them."""
+        kernel, pieces, device = test.kernel, of_device.pieces, of_device.device
+        rows = np.flatnonzero(pieces < len(wanted))
+        rows = rows[wanted[pieces[rows]]]
+        if kernel is None or not len(rows):
+            return
+        # A tensor that has moved is copied from its new memory, so the table is out of date.
+        now = [tensor.data_ptr() for tensor in of_device.tensors]
+        if now != of_device.addresses:
+            return
+        with _current(device):
+            digests = found.arrived(device, kernel(*found.on_device(of_device, rows)))
+        hashes.add(test, pieces[rows], digests)
 
     @property
     def state(self) -> str:
         """Which devices compute checksums, and why others do not; empty before the first test."""
         return "; ".join(test.state for test in [*self._tests.values()])
 
-    def close(self) -> None:
-        """Wait for tests in progress, at most `PREPARE_S` for each: a process must not end while
-        one compiles. The hasher can still be used."""
+    def settle(self) -> None:
+        """Wait until no device is being tested, at most `PREPARE_S` in all."""
+        deadline = time.monotonic() + PREPARE_S
         for test in [*self._tests.values()]:
-            test.thread.join(PREPARE_S)
+            test.wait(deadline - time.monotonic())
 
     def _test(self, device: torch.device, piece_bytes: int) -> _Test:
         key = (device, piece_bytes)
@@ -329,8 +370,16 @@ class _Test:
         self.kernel: Kernel | None = None
         """The kernel; None until it has proved to be right, and after a failure."""
         self.state = f"{device} is being tested"
-        self.thread = threading.Thread(target=self._run, name="holdfast-hash-test", daemon=True)
-        self.thread.start()
+        self._ended = threading.Event()
+        try:
+            threading.Thread(target=self._run, name="holdfast-hash-test", daemon=True).start()
+        except RuntimeError as error:  # The process may have no more threads.
+            self.fail(error)
+            self._ended.set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the end of the test, at most this long."""
+        self._ended.wait(max(seconds, 0.0))
 
     def fail(self, error: BaseException) -> None:
         """Leave all pieces to threads from now on."""
@@ -349,41 +398,55 @@ class _Test:
                 _compare(kernel, self._device, self._piece_bytes)
         except BaseException as error:
             self.fail(error)
-            return
-        self.kernel, self.state = kernel, f"{self._device}"
-        _log.info("%s computes the checksums of its tensors", self._device)
+        else:
+            self.kernel, self.state = kernel, f"{self._device}"
+            _log.info("%s computes the checksums of its tensors", self._device)
+        finally:
+            self._ended.set()
 
 
 def _compare(kernel: Kernel, device: torch.device, piece_bytes: int) -> None:
     """Hash known bytes on the device, and raise RuntimeError unless the digests are right.
 
-    The last piece consists of two tensors; the pieces are hashed in another order than they
-    lie in memory.
+    The last piece consists of as many tensors as one may, of which every second one begins eight
+    bytes behind what an allocation is aligned to. The pieces are hashed in any order, many of them
+    repeatedly, as many as a device has to hash at once.
     """
     size, count = piece_bytes, TESTED_PIECES
+    if size % BLOCK_BYTES:
+        raise RuntimeError(f"pieces of {size} bytes do not consist of blocks of {BLOCK_BYTES}")
     generator = np.random.default_rng(0)
     known = generator.integers(0, 256, count * size, dtype=np.uint8)
     known[:size] = 0
     known[size : 2 * size] = 255
-    cut = (count - 1) * size + size // 2 // STRIPE_BYTES * STRIPE_BYTES
-    flats = [torch.from_numpy(part).to(device) for part in (known[:cut], known[cut:])]
+    # Each tensor is smaller than what torch allocates by itself, of which memory would stay behind.
+    inner = [
+        size * i // SEGMENTS_MAX // STRIPE_BYTES * STRIPE_BYTES for i in range(1, SEGMENTS_MAX)
+    ]
+    cuts = [0, 2 * size, *((count - 1) * size + cut for cut in inner), count * size]
     moves = [
-        DeviceMove(start, flat.numel(), flat) for start, flat in zip((0, cut), flats, strict=True)
+        DeviceMove(begin, end - begin, _placed(known[begin:end], device, i % 2 * WORD_BYTES))
+        for i, (begin, end) in enumerate(pairwise(cuts))
     ]
     pieces = DevicePieces(moves, piece_bytes=size)
     found = pieces.by_device()
     if [len(one.pieces) for one in found] != [count]:
         raise RuntimeError(f"its memory is not aligned to {WORD_BYTES} bytes")
-    hashes, digests = HashesOnDevice(count), np.zeros(count, dtype=np.uint64)
+    rows = np.concatenate([np.arange(count), generator.integers(0, count, TESTED_ROWS - count)])
+    generator.shuffle(rows)
     table, _ = pieces.on_device(found[0], found[0].pieces)
-    backwards = torch.arange(count - 1, -1, -1, device=device)
-    hashes.add(found[0].pieces[::-1], kernel(table, backwards))
-    hashes.write(digests)
-    view = known.data
+    digests = kernel(table, torch.from_numpy(rows).to(device)).cpu().numpy().view(np.uint64)
+    view, tested = known.data, found[0].pieces[rows]
     expected = [xxh3_64_intdigest(view[at : at + size]) for at in range(0, count * size, size)]
-    if digests.tolist() != expected:
-        wrong = sum(a != b for a, b in zip(digests.tolist(), expected, strict=True))
-        raise RuntimeError(f"it computed wrong checksums for {wrong} of {count} known pieces")
+    wrong = np.unique(tested[digests != np.array(expected, dtype=np.uint64)[tested]])
+    if len(wrong):
+        raise RuntimeError(f"it computed wrong checksums for {len(wrong)} of {count} known pieces")
+
+
+def _placed(content: npt.NDArray[np.uint8], device: torch.device, shift: int) -> torch.Tensor:
+    """Copy bytes to a device, to `shift` bytes behind the begin of an allocation."""
+    flat = torch.empty(shift + len(content), dtype=torch.uint8, device=device)[shift:]
+    return flat.copy_(torch.from_numpy(content))
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
@@ -400,7 +463,9 @@ def _stream_on(device: torch.device) -> AbstractContextManager[object]:
 @cache
 def hasher_of_process() -> DeviceHasher:
     """The hasher of this process, whose later sessions need no test of their devices."""
-    return DeviceHasher(triton_kernel)
+    hasher = DeviceHasher(triton_kernel)
+    atexit.register(hasher.settle)  # A process must not end while a kernel is compiled.
+    return hasher
 
 
 def triton_kernel(device: torch.device, piece_bytes: int) -> Kernel:

@@ -114,6 +114,11 @@ class CopyEngine:
         if self._hasher is not None:
             self._hasher.prepare(self._device.members(), piece_bytes)
 
+    def settle(self) -> None:
+        """Wait until no device is being tested, at most half a minute. Any thread may call it."""
+        if self._hasher is not None:
+            self._hasher.settle()
+
     @property
     def hashing(self) -> str:
         """Which devices hash their pieces, and why others do not; empty without devices."""
@@ -128,6 +133,8 @@ class CopyEngine:
         bubbles: Bubbles | None = None,
         copied: Callable[[], None] = _nothing,
         hurry: Callable[[], bool] = _always,
+        *,
+        hashed: bool = True,
     ) -> Digests:
         """Copy all tensors into the target, and hash the pieces that they fill. `finish` writes the
         rest.
@@ -140,10 +147,11 @@ class CopyEngine:
             copied: called once, on the calling thread, when everything is copied, so that tensors
                 may change. If it raises, the capture ends with that error.
             hurry: returns whether training needs the tensors now.
+            hashed: whether the caller needs digests.
 
         Returns:
-            uint64 [pieces with tensors]: the xxh3-64 of each piece; 0 for skipped pieces, and for
-            the last piece if extras begin in it.
+            uint64 [pieces with tensors]: the xxh3-64 of each piece; 0 for skipped pieces, for the
+            last piece if extras begin in it, and for all without `hashed`.
         """
         if plan.staged:
             with self._device.after(fence), torch.no_grad():
@@ -153,10 +161,10 @@ class CopyEngine:
         hashes = None
         with torch.no_grad(), self._device.after(fence):
             plan.gather.collect()
-            if self._hasher is not None:
+            if self._hasher is not None and hashed:
                 count = target.layout.extras_offset // plan.piece_bytes
                 hashes = self._hasher.begin(plan.on_device, count, skip)
-        capture = _Capture(self._device, plan, target, fence, skip, copied, hurry, hashes)
+        capture = _Capture(self._device, plan, target, fence, skip, copied, hurry, hashes, hashed)
         feed = None
         if bubbles is None:
             capture.begin()
@@ -166,10 +174,10 @@ class CopyEngine:
             feed = bubbles.feed(sizes)
         self._run(capture.block, capture.blocks, feed, capture.look)
         capture.end()
-        self.hashed_on_device_bytes = 0
+        if hashed:
+            self.hashed_on_device_bytes = 0
         if hashes is not None:
-            with self._device.after(None):
-                hashes.write(capture.digests)
+            hashes.write(capture.digests)
             self.hashed_on_device_bytes = int(hashes.on_device.sum()) * plan.piece_bytes
         return capture.digests
 
@@ -302,8 +310,6 @@ class CopyEngine:
         """End the threads."""
         for helper in self._helpers:
             helper.end()
-        if self._hasher is not None:
-            self._hasher.close()
 
     def _run(
         self,
@@ -347,6 +353,7 @@ class _Capture:
         copied: called once, when everything is copied.
         hurry: whether there is no time to lose.
         hashes: digests that devices compute, in front of the copies; None for none.
+        hashed: whether threads hash the other pieces.
     """
 
     def __init__(
@@ -359,9 +366,10 @@ class _Capture:
         copied: Callable[[], None],
         hurry: Callable[[], bool],
         hashes: HashesOnDevice | None,
+        hashed: bool,
     ) -> None:
         self._device, self._fence, self._target = device, fence, target
-        self._hurry = hurry
+        self._hurry, self._hashes, self._by_threads = hurry, hashes, hashed
         self._size, self._end = plan.piece_bytes, target.layout.extras_offset
         count = piece_count(self._end, self._size)
         self.digests: Digests = np.zeros(count, dtype="<u8")
@@ -411,7 +419,7 @@ class _Capture:
             if download is None:
                 self._copy_piece(piece)
             base, at = self._bases[piece], piece * size
-            if at + size <= self._end and not self._on_device[piece]:
+            if self._by_threads and at + size <= self._end and not self._on_device[piece]:
                 view = self._target.arena[base + at : base + at + size]
                 self.digests[piece] = xxh3_64_intdigest(view)
 
@@ -422,7 +430,7 @@ class _Capture:
             return
         if self._hurry():
             download.hurry()
-        if download.is_over() and (self._hashed is None or self._hashed.is_over()):
+        if download.is_over() and (self._hashed is None or self._of_hashes(self._hashed.is_over)):
             for first in self.blocks if self._host_moves else ():
                 self._from_host.do(first, self._copy_from_host)
             self.end()
@@ -432,8 +440,17 @@ class _Capture:
         copied, self._copied = self._copied, None
         if copied is not None:
             if self._hashed is not None:
-                self._hashed.wait()
+                self._of_hashes(self._hashed.wait)
             copied()
+
+    def _of_hashes(self, ask: Callable[[], object]) -> object:
+        """Ask about the hashes on devices. If they have failed, threads hash from then on."""
+        try:
+            return ask()
+        except Exception as error:
+            assert self._hashes is not None
+            self._hashes.fail(error)
+            raise
 
     def _copy_from_host(self, first: int) -> None:
         """Copy the host memory of a block, after runs of the device, which overwrite it."""

@@ -43,5 +43,5 @@ def fill(
             return first
         skip = np.ones(count, dtype=bool)
         skip[first : first + PART_PIECES] = False
-        engine.capture(copies, mirror, fence, skip)
+        engine.capture(copies, mirror, fence, skip, hashed=False)
     return count

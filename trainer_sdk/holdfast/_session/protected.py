@@ -512,6 +512,7 @@ class ProtectedSession(WorldSession):
         self._asked = True
         began_s = time.monotonic()
         self._saver.wait_staged()
+        self._engine.settle()  # The loop may capture a CUDA graph now.
         self._count_wait(began_s)
 
     def before_step(self, optimizer: object) -> None:

@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ from holdfast._copying.device_hashes import (
     SEGMENTS_MAX,
     STRIPE_BYTES,
     DeviceHasher,
+    DevicePieces,
     Kernel,
+    PiecesOnDevice,
     SegmentTable,
 )
 from holdfast._copying.devices import DeviceMove, Download, Fence, GroupCopy
 from holdfast._copying.engine import CopyEngine, CopyPlan, plan_copy, with_device_moves
+from holdfast._copying.mirror import fill
 from holdfast._copying.placed import Placed
 from holdfast_core.snapshots.layouts import Layout, piece_digests, round_up
 
@@ -199,6 +203,70 @@ def test_a_kernel_that_fails_later_is_used_no_more() -> None:
     assert hasher.state == "threads for cpu (OutOfMemoryError: no memory is left)"
 
 
+def test_pieces_that_cannot_be_found_are_hashed_by_threads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def find(self: DevicePieces) -> Iterator[PiecesOnDevice]:
+        raise RuntimeError("no address")
+
+    hasher, plan = hasher_of(), plan_of([(0, 0, random_flat(2 * PIECE, 1))])
+    monkeypatch.setattr(DevicePieces, "_find", find)
+    for _ in range(2):
+        found, expected, nbytes = captured(plan, 2 * PIECE, hasher)
+        assert (found, nbytes) == (expected, 0)
+    assert caplog.text.count("no address") == 1
+
+
+def test_after_hashes_that_failed_on_the_device_threads_hash() -> None:
+    class Broken(HostDevice):
+        def arrival(self) -> GroupCopy:
+            raise_error = Broken.raise_error
+            return type("", (), {"wait": raise_error, "is_over": raise_error})()
+
+        def raise_error(self) -> bool:
+            raise RuntimeError("launch failed")
+
+    hasher, plan = hasher_of(), plan_of([(0, 0, random_flat(2 * PIECE, 1))])
+    with pytest.raises(RuntimeError, match="launch failed"):
+        CopyEngine(1, Broken(), hasher).capture(plan, placed(2 * PIECE), None)
+    found, expected, nbytes = captured(plan, 2 * PIECE, hasher)
+    assert (found, nbytes) == (expected, 0)
+    assert hasher.state == "threads for cpu (RuntimeError: launch failed)"
+
+
+def test_when_tensors_may_change_nothing_is_left_to_do_on_the_device() -> None:
+    """Training may capture a CUDA graph then, which any work on the device would break."""
+
+    class Watched(HostDevice):
+        used = 0
+
+        def after(self, fence: Fence) -> AbstractContextManager[None]:
+            self.used += 1
+            return super().after(fence)
+
+    device, seen = Watched(), list[int]()
+    plan, target = plan_of([(0, 0, random_flat(2 * PIECE, 1))]), placed(2 * PIECE)
+    engine = CopyEngine(1, device, hasher_of())
+    engine.capture(plan, target, None, copied=lambda: seen.append(device.used))
+    assert engine.hashed_on_device_bytes == 2 * PIECE
+    assert seen == [device.used]
+
+
+def test_a_mirror_is_copied_without_hashing() -> None:
+    class Counting(HostKernel):
+        calls = 0
+
+        def __call__(self, table: SegmentTable, rows: torch.Tensor) -> torch.Tensor:
+            Counting.calls += 1
+            return super().__call__(table, rows)
+
+    flat, target = random_flat(100 * PIECE, 1), placed(100 * PIECE)
+    engine = CopyEngine(1, HostDevice(), hasher_of(Counting))
+    assert fill(target, plan_of([(0, 0, flat)]), engine, None, lambda: False) == 100
+    assert target.read(0, 100 * PIECE) == flat.numpy().tobytes()
+    assert Counting.calls == 1  # the test of the device
+
+
 def test_threads_hash_until_a_device_is_tested() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
@@ -212,7 +280,7 @@ def test_threads_hash_until_a_device_is_tested() -> None:
     assert (found, nbytes, hasher.state) == (expected, 0, "cpu is being tested")
     assert begun.wait(30)
     go_on.set()
-    hasher.close()
+    hasher.settle()
     found, expected, nbytes = captured(plan, 2 * PIECE, hasher)
     assert (found, nbytes, hasher.state) == (expected, 2 * PIECE, "cpu")
 
