@@ -347,3 +347,26 @@ def test_without_a_daemon_training_runs_and_nothing_is_protected(
     assert isinstance(handle.protected.exception(0), SnapshotSkippedError)
     assert [r.message for r in caplog.records if "no daemon protects" in r.message][1:] == []
     assert session.counters.skipped == 2
+
+
+def test_a_module_may_change_its_buffers_when_its_extra_state_is_taken(
+    trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    class Scaled(torch.nn.Module):
+        """Notes what it has seen only when its state is taken, as quantized layers do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(4))
+
+        def get_extra_state(self) -> str:
+            self.get_buffer("scale").mul_(2)
+            return "scaled"
+
+        def set_extra_state(self, state: str) -> None: ...
+
+    trainer.model.scaled = Scaled()
+    session = open_session(trainer, daemon, start_wait_s=WAIT_S)
+    for step in (1, 2, 3):
+        trainer.train()
+        session.save(step).committed.result(WAIT_S)

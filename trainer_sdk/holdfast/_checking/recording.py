@@ -259,7 +259,7 @@ def _tensors(live: LiveState) -> dict[str, Tensor]:
 
 def _extras(live: LiveState, stateful: Mapping[str, Stateful]) -> dict[str, str]:
     """Digest everything that is captured and is no tensor of a unit."""
-    extras = collect(live, states_of(stateful), 0)
+    extras = collect(live, states_of(live, stateful), 0)
     parts = {f"stateful[{name!r}]": value for name, value in extras["stateful"].items()}
     parts |= {f"generator of {name}": value for name, value in extras["rng"].items()}
     parts |= {

@@ -1,7 +1,7 @@
 """Checksums of pieces, computed on the device that holds them, before they are copied.
 
 A thread hashes several gigabytes a second, so hashing takes longer than copying from a device. A
-device reads its own memory hundreds of times as fast. So one kernel hashes all pieces whose bytes
+device reads its own memory much faster. So one kernel hashes all pieces whose bytes
 are on that device, in the queue in front of their copies, and no thread touches them. The kernel
 (`xxh3_kernel`) computes the very digests of the xxhash library. This module chooses the pieces, and
 decides whether to trust the kernel: it must have hashed known bytes correctly on this device.

@@ -45,7 +45,7 @@ class StepStart:
         self._live, self._stateful = live, stateful
         buffers = [source.tensor for source in live.sources() if source.eager]
         self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
-        self._extras = encode_extras(collect(live, states_of(stateful), step))
+        self._extras = encode_extras(collect(live, states_of(live, stateful), step))
         self._unchanged = InPlaceCheck(live.watched)
         self._compared = live.compared_tensors(STATE_BYTES_MAX)
         self._marks = {name: mark_of(tensor) for name, tensor in self._compared.items()}

@@ -69,7 +69,7 @@ def difference(
             return f"{entry.tensor} is not as in the line"
     # Compare everything else.
     try:
-        now = collect(live, states_of(stateful), snapshot.manifest.generation.step)
+        now = collect(live, states_of(live, stateful), snapshot.manifest.generation.step)
     except Exception as error:  # raised by the user's state_dict
         return f"its state cannot be collected: {type(error).__name__}: {error}"
     for name in COMPARED_EXTRAS:

@@ -199,7 +199,9 @@ class HandOver:
         # Add the extras, and the state of the policy that all ranks share.
         extras = b""
         if dense or experts:
-            extras = encode_extras(collect(self.live, states_of(self.stateful), self.verdict.step))
+            extras = encode_extras(
+                collect(self.live, states_of(self.live, self.stateful), self.verdict.step)
+            )
         generators = xxhash.xxh3_64_intdigest(generators_of(self.live))
         first = next(rank for rank in range(self.rank + 1) if self._keeps(rank))
         return _Given(

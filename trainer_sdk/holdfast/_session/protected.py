@@ -404,7 +404,7 @@ class ProtectedSession(WorldSession):
     @torch.inference_mode(False)  # what is made in that mode cannot be written outside of it
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
         # Call the program's own code first: it may swap tensors, and change them back.
-        states = states_of(self._stateful)
+        states = states_of(self._live, self._stateful)
         with torch.no_grad():
             versions = None if self._stale else self._live.unmoved_versions()
             if versions is None:

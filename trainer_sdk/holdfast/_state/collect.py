@@ -11,7 +11,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -63,28 +63,38 @@ class RandomGenerators:
         _load_rng_states(self.states, range(torch.cuda.device_count()))
 
 
-def states_of(stateful: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Take the states of stateful objects."""
-    return {name: item.state_dict() for name, item in stateful.items()}
+class ProgramStates(NamedTuple):
+    """States that code of the program has made; that code may change any tensor."""
+
+    stateful: Mapping[str, Any]
+    """Name → state of a stateful object."""
+    modules: Mapping[str, Any]
+    """Path → extra state of a module."""
+
+
+def states_of(live: LiveState, stateful: Mapping[str, Stateful]) -> ProgramStates:
+    """Take the states of stateful objects, and the extra states of modules."""
+    states = {name: item.state_dict() for name, item in stateful.items()}
+    return ProgramStates(states, _module_states(live))
 
 
 def collect(
-    live: LiveState, states: Mapping[str, Any], step: int, of_tensors: Collection[int] = ()
+    live: LiveState, states: ProgramStates, step: int, of_tensors: Collection[int] = ()
 ) -> dict[str, Any]:
     """Collect the extras of this rank after `step`.
 
     Args:
-        states: the states of stateful objects.
+        states: what `states_of` took.
         of_tensors: numbers of the optimizers whose states are known to hold only plain tensors.
     """
     return {
         "step": step,
-        "stateful": states,
+        "stateful": states.stateful,
         "optimizers": [
             _optimizer_state(live, index, of_tensors=index in of_tensors)
             for index in range(len(live.optimizers))
         ],
-        "modules": _module_states(live),
+        "modules": states.modules,
         "model": live.begun.differences(),
         "buffers": live.changed_buffers,
         "rng": _rng_states(live.cuda_devices),
