@@ -341,24 +341,33 @@ class _Maker:
 
     def gradients(self) -> PolicyModel:
         """Windows that hold gradients in place of weights. A restore can use them once the whole
-        window is protected."""
+        window is protected, and copies them, those of half the units on average, to the
+        accelerators for each step that it repeats: the arithmetic of these steps is short beside
+        that."""
         model = self.sparse(PolicyKind.SPARSE_GRADS, by_stage=False)
         [level], window = model.levels, model.window_steps
         copy_s, protect_s = self._times(self._slot_bytes(window))
         usable_after_s = copy_s + protect_s * window * self._cluster.node_losses
         level = replace(level, usable_after_s=usable_after_s)
-        return replace(model, levels=(level,), catches_up=True, replay_saves=0.0)
+        return replace(
+            model,
+            levels=(level,),
+            catches_up=True,
+            replay_saves=0.0,
+            catch_up_s=self._frames_bytes(window) / self._costs.copy_bytes_s,
+        )
 
     def gradients_of_fewer(self) -> PolicyModel:
-        """Such windows in a job that goes on with fewer nodes. Another world gets the gradients of
-        a window, those of half the units on average, from the ranks that captured them, and copies
-        them back to the accelerators for each step that it repeats: the arithmetic of these steps
-        is short beside that."""
-        model, costs = self.gradients(), self._costs
-        frames_bytes = costs.state_bytes * (1 - WITHOUT_WEIGHTS) * (model.window_steps - 1) / 2
-        catch_up_s = frames_bytes / self._cluster.nodes
-        catch_up_s *= 1 / costs.network_bytes_s + 1 / costs.copy_bytes_s
-        return replace(model, after_loss=AfterLoss.FEWER, catch_up_s=catch_up_s)
+        """Such windows in a job that goes on with fewer nodes. Another world first gets the
+        gradients from the ranks that captured them."""
+        model = self.gradients()
+        fetch_s = self._frames_bytes(model.window_steps) / self._costs.network_bytes_s
+        return replace(model, after_loss=AfterLoss.FEWER, catch_up_s=model.catch_up_s + fetch_s)
+
+    def _frames_bytes(self, window: int) -> float:
+        """Gradients of a node that a recovery from such a window uses, on average."""
+        of_job = self._costs.state_bytes * (1 - WITHOUT_WEIGHTS) * (window - 1) / 2
+        return of_job / self._cluster.nodes
 
     def _slot_bytes(self, window: int) -> float:
         """The largest save of a window: a part of the full state, and the compute weights of all

@@ -454,7 +454,7 @@ class _Training:
             self._enter(Activity.REDOING, lasts_s, self._train)
             return
         self._step = at
-        if model.catch_up_s:
+        if in_memory and model.catch_up_s:  # What is stored is of one step.
             self._enter(Activity.REDOING, model.catch_up_s, self._train)
         else:
             self._train()
