@@ -218,13 +218,16 @@ def test_pieces_that_cannot_be_found_are_hashed_by_threads(
 
 
 def test_after_hashes_that_failed_on_the_device_threads_hash() -> None:
+    class Failed:
+        def wait(self) -> None:
+            raise RuntimeError("launch failed")
+
+        def is_over(self) -> bool:
+            raise RuntimeError("launch failed")
+
     class Broken(HostDevice):
         def arrival(self) -> GroupCopy:
-            raise_error = Broken.raise_error
-            return type("", (), {"wait": raise_error, "is_over": raise_error})()
-
-        def raise_error(self) -> bool:
-            raise RuntimeError("launch failed")
+            return Failed()
 
     hasher, plan = hasher_of(), plan_of([(0, 0, random_flat(2 * PIECE, 1))])
     with pytest.raises(RuntimeError, match="launch failed"):
