@@ -133,7 +133,10 @@ class DevicePieces:
         of it, is no work of the device."""
         if device not in self._arrived:
             self._arrived[device] = torch.empty(
-                len(self._from_host), dtype=torch.int64, pin_memory=device.type == "cuda"
+                len(self._from_host),
+                dtype=torch.int64,
+                device="cpu",
+                pin_memory=device.type == "cuda",
             )
         room = self._arrived[device][: len(digests)]
         return room.copy_(digests, non_blocking=True)
