@@ -21,7 +21,7 @@ from waiting import wait_for
 FILES = Path(__file__).resolve().parents[2] / "charts" / "holdfast" / "files"
 SCRAPE = "1s"
 RATE_INTERVAL = "5m"
-"""What Grafana puts in place of $__rate_interval; here, longer than any test."""
+"""What Grafana puts in place of $__rate_interval and $__range; here, longer than any test."""
 STARTED_S = 30.0
 
 
@@ -119,4 +119,7 @@ def dashboard_queries() -> list[str]:
     found = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     for variable in ("namespace", "moejob", "node"):
         found = [each.replace(f"${variable}", ".*") for each in found]
-    return [each.replace("$__rate_interval", RATE_INTERVAL) for each in found]
+    return [
+        each.replace("$__rate_interval", RATE_INTERVAL).replace("$__range", RATE_INTERVAL)
+        for each in found
+    ]

@@ -25,8 +25,12 @@ APPEAR_LATER = {
     "holdfast_operator_action_failures_total",
     "holdfast_operator_api_requests_total",
     "holdfast_operator_watch_restarts_total",
+    "holdfast_operator_recoveries_total",
+    "holdfast_operator_recoveries_finished_total",
+    "holdfast_operator_node_failures_total",
 }
-"""Series whose labels cannot be listed beforehand."""
+"""Series whose labels cannot be listed beforehand, and those of tables, which list what has
+occurred."""
 
 
 @contextmanager
