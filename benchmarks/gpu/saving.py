@@ -131,8 +131,6 @@ def _saves(
                     calls.append(call_s)
                     pairs.append((blocked_s, floor_s))
                     changed.append(timed(session.live.has_changed))
-    results.state(f"hashing_{name}", session.counters.hashing or "threads")
-    results.state(f"hashed_on_device_bytes_{name}", session.counters.hashed_on_device_bytes)
     results.plain(f"save_call_{name}", [1e3 * seconds for seconds in calls], "ms", goal)
     results.plain(f"save_changed_{name}", [1e3 * seconds for seconds in changed], "ms")
     results.durations(f"blocked_{name}", pairs, "pinned copy")
