@@ -24,9 +24,9 @@ SOURCES = str(Path(holdfast.__file__).parent)
 Call = tuple[CodeType, int, str]
 """A call of the SDK: where, by line, and what."""
 NOT_FAILING = ("release", "__exit__", "_work", "_take", "_nothing")
-"""Calls after which a lock would stay locked for ever, if they failed; the frame of all saves, which
-a window's grant outlives; and a call that does nothing, which helpers may make in place of this
-thread."""
+"""Calls after which a lock would stay locked for ever, if they failed; the frame of all saves,
+which a window's grant outlives; and a call that does nothing, which helpers may make in place of
+this thread."""
 POLICIES = {
     "full": Full(),
     "partial experts": PartialExperts(experts_per_layer=1),
