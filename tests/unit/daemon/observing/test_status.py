@@ -77,6 +77,10 @@ def test_an_exit_code_holds_for_the_epoch_in_which_the_worker_failed(memory: Job
     assert exit_code(memory, memory.rank(0)) == 0
     assert last_lines(memory, memory.rank(0)) == ""
     [rank] = overview(memory).ranks
+    # A report of the hardware may come late, so it is told for one more epoch.
+    assert (rank.exit_reason, rank.kernel_messages) == (EndReason.UNKNOWN, "Xid")
+    memory.begin_epoch(replace(membership, epoch=7))
+    [rank] = overview(memory).ranks
     assert (rank.exit_reason, rank.kernel_messages) == (EndReason.UNKNOWN, "")
 
 
