@@ -122,6 +122,7 @@ def _rank(rank: RankOverview, now: float, work_reported_at: float) -> control_pb
         exit_reason=rank.exit_reason,
         kernel_messages=rank.kernel_messages,
         oom_killed_in=rank.oom_killed_in,
+        hardware_fault_in=rank.hardware_fault_in,
         times=None if rank.times is None else times_to_proto(rank.times),
         divergence=(
             None if rank.divergence is None else divergence_to_proto(rank.divergence.essence)

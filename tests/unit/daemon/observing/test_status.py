@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +15,7 @@ from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_core.states import EndReason
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.overview import (
+    RankOverview,
     current_loss,
     current_plan,
     exit_code,
@@ -28,6 +29,7 @@ from holdfast_daemon.engine.state import JobMemory, RankRecord, TrainerSession
 from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.observing.status import WORK_REPORTED_S, as_json, job_state
 from holdfast_daemon.parity.traffic import NodeTraffic
+from holdfast_protos import control_pb2
 from holdfast_protos.expert_plans import plan_from_proto, plan_to_proto
 
 
@@ -192,6 +194,25 @@ def hosted(memory: JobMemory, now: float = 0.0) -> JobHost:
     storage = SimpleNamespace(arena_bytes=0, parity_bytes=0)
     worker = SimpleNamespace(parity_traffic=NodeTraffic().of_job())
     return cast(JobHost, SimpleNamespace(engine=engine, storage=storage, worker=worker, now=now))
+
+
+def test_heartbeats_carry_all_that_is_known_of_a_rank(
+    memory: JobMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = hosted(memory)
+    known = overview(memory)
+    fields = control_pb2.RankState.DESCRIPTOR.fields_by_name
+    samples = {str: EndReason.OOM_KILLED, int: 7, bool: True, float: 7.0}
+    values: dict[str, Any] = {
+        name: samples[type(field.default_value)]
+        for name, field in fields.items()
+        if name in RankOverview.__dataclass_fields__ and field.message_type is None
+    }
+    assert {"exit_code", "hardware_fault_in", "kernel_messages", "unprotected"} <= values.keys()
+    told = replace(known, ranks=[replace(known.ranks[0], **values)])
+    monkeypatch.setattr(host.engine, "overview", lambda: told)
+    [rank] = job_state(host).ranks
+    assert {name: getattr(rank, name) for name in values} == values
 
 
 def test_a_launcher_that_reports_no_more_may_see_work_that_nobody_knows_of(
