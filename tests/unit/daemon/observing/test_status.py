@@ -209,7 +209,7 @@ def test_heartbeats_carry_all_that_is_known_of_a_rank(
         if name in RankOverview.__dataclass_fields__ and field.message_type is None
     }
     assert {"exit_code", "hardware_fault_in", "kernel_messages", "unprotected"} <= values.keys()
-    told = replace(known, ranks=[replace(known.ranks[0], **values)])
+    told = replace(known, ranks=(replace(known.ranks[0], **values),))
     monkeypatch.setattr(host.engine, "overview", lambda: told)
     [rank] = job_state(host).ranks
     assert {name: getattr(rank, name) for name in values} == values
