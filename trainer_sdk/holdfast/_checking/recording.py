@@ -32,7 +32,7 @@ from holdfast._checking.finding import find_beside
 from holdfast._daemon.handles import SaveHandle
 from holdfast._daemon.unsaved import OF_PROCESS, STEPS_SEEN
 from holdfast._state.capture import LiveState
-from holdfast._state.collect import Stateful, collect, states_of
+from holdfast._state.collect import Stateful, collect
 from holdfast_core.errors import HoldfastError, SnapshotSkippedError
 from holdfast_core.restart_check import (
     ORDER_FILE,
@@ -259,7 +259,7 @@ def _tensors(live: LiveState) -> dict[str, Tensor]:
 
 def _extras(live: LiveState, stateful: Mapping[str, Stateful]) -> dict[str, str]:
     """Digest everything that is captured and is no tensor of a unit."""
-    extras = collect(live, states_of(live, stateful), 0)
+    extras = collect(live, stateful, 0)
     parts = {f"stateful[{name!r}]": value for name, value in extras["stateful"].items()}
     parts |= {f"generator of {name}": value for name, value in extras["rng"].items()}
     parts |= {

@@ -20,7 +20,7 @@ import torch
 
 from holdfast._digests import mark_of, same_mark
 from holdfast._state.capture import LiveState
-from holdfast._state.collect import Stateful, collect, put_back, states_of
+from holdfast._state.collect import Stateful, collect, put_back
 from holdfast._state.extras import decode_extras, encode_extras
 from holdfast._state.in_place import InPlaceCheck
 from holdfast_core.errors import HoldfastError, LayoutMismatchError
@@ -45,7 +45,7 @@ class StepStart:
         self._live, self._stateful = live, stateful
         buffers = [source.tensor for source in live.sources() if source.eager]
         self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
-        self._extras = encode_extras(collect(live, states_of(live, stateful), step))
+        self._extras = encode_extras(collect(live, stateful, step))
         self._unchanged = InPlaceCheck(live.watched)
         self._compared = live.compared_tensors(STATE_BYTES_MAX)
         self._marks = {name: mark_of(tensor) for name, tensor in self._compared.items()}

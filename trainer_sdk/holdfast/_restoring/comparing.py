@@ -14,7 +14,7 @@ from holdfast._copying.engine import CopyEngine
 from holdfast._restoring.reading import ReadSnapshot
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.casts import pair_of
-from holdfast._state.collect import Stateful, collect, states_of
+from holdfast._state.collect import Stateful, collect
 from holdfast._state.extras import dtype_name, encode_extras
 from holdfast_core.snapshots.layouts import Entry
 
@@ -69,7 +69,7 @@ def difference(
             return f"{entry.tensor} is not as in the line"
     # Compare everything else.
     try:
-        now = collect(live, states_of(live, stateful), snapshot.manifest.generation.step)
+        now = collect(live, stateful, snapshot.manifest.generation.step)
     except Exception as error:  # raised by the user's state_dict
         return f"its state cannot be collected: {type(error).__name__}: {error}"
     for name in COMPARED_EXTRAS:

@@ -36,7 +36,6 @@ from holdfast._state.collect import (
     put_back,
     put_back_groups,
     seed_generators,
-    states_of,
 )
 from holdfast._state.extras import decode_extras, dtype_name, encode_extras
 from holdfast_core.protection.standing import StandingVerdict
@@ -199,9 +198,7 @@ class HandOver:
         # Add the extras, and the state of the policy that all ranks share.
         extras = b""
         if dense or experts:
-            extras = encode_extras(
-                collect(self.live, states_of(self.live, self.stateful), self.verdict.step)
-            )
+            extras = encode_extras(collect(self.live, self.stateful, self.verdict.step))
         generators = xxhash.xxh3_64_intdigest(generators_of(self.live))
         first = next(rank for rank in range(self.rank + 1) if self._keeps(rank))
         return _Given(

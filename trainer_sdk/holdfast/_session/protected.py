@@ -42,7 +42,7 @@ from holdfast._session import torch_waits
 from holdfast._session.interface import TrainingState, WorldSession
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState, TensorSource
-from holdfast._state.collect import Stateful, collect, states_of
+from holdfast._state.collect import Stateful, collect_with, states_of
 from holdfast._state.extras import encode_extras
 from holdfast._state.in_place import InPlaceCheck
 from holdfast._state.nested import StepHooks, notices_steps
@@ -430,7 +430,7 @@ class ProtectedSession(WorldSession):
                 raise
         self._gradients.settle()
         of_tensors = self._live.of_tensors
-        extras = encode_extras(collect(self._live, states, handle.step, of_tensors))
+        extras = encode_extras(collect_with(self._live, states, handle.step, of_tensors))
         if self._routers is not None and copies:
             self._routers.on_save(self._tokens.layers)
         call = SaveCall(

@@ -78,10 +78,15 @@ def states_of(live: LiveState, stateful: Mapping[str, Stateful]) -> ProgramState
     return ProgramStates(states, _module_states(live))
 
 
-def collect(
+def collect(live: LiveState, stateful: Mapping[str, Stateful], step: int) -> dict[str, Any]:
+    """Collect the extras of this rank after `step`."""
+    return collect_with(live, states_of(live, stateful), step)
+
+
+def collect_with(
     live: LiveState, states: ProgramStates, step: int, of_tensors: Collection[int] = ()
 ) -> dict[str, Any]:
-    """Collect the extras of this rank after `step`.
+    """Do the same with states of the program that were taken before.
 
     Args:
         states: what `states_of` took.

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from holdfast import ShardStrategy, Topology
 from holdfast._agree.plan import layout_of, own_shards, plan_together, table_of
 from holdfast._state.capture import LiveState
-from holdfast._state.collect import collect, states_of
+from holdfast._state.collect import collect
 from holdfast._state.extras import encode_extras
 from holdfast.dcp import HoldfastReader, load_into
 from holdfast_core.snapshots.generations import Generation
@@ -69,7 +69,7 @@ class Saved:
         for rank, found in enumerate(sources):
             base = plan_together(rank, SAVED, tables, sizes, strategy)
             live = self.lives[rank]
-            extras = encode_extras(collect(live, states_of(live, {}), GENERATION.step))
+            extras = encode_extras(collect(live, {}, GENERATION.step))
             shards = own_shards(base, tables[rank])
             layout = layout_of(base, tables[rank], shards, len(extras), found)
             payload = bytearray(layout.extras_offset) + extras

@@ -15,7 +15,7 @@ from torch import nn
 from holdfast._restoring.fit import Wanted, make_room
 from holdfast._state.buffers import ABSENT, NONE
 from holdfast._state.capture import LiveState
-from holdfast._state.collect import collect, states_of
+from holdfast._state.collect import collect
 from holdfast._state.extras import dtype_name
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
@@ -105,7 +105,7 @@ def test_it_has_that_form_again_where_a_process_that_stays_has_changed_it_since(
         )
         for source in live.sources()
     }
-    extras, form = collect(live, states_of(live, {}), 1), model.form()[0]
+    extras, form = collect(live, {}, 1), model.form()[0]
     model.put(later)
     live.begun.begin()  # the second restore changes nothing in what the program begins with
     make_room(live, wanted, extras)
