@@ -152,13 +152,14 @@ class OptimizerSteps:
         for key, held in parts.items():
             anchor = self._live.anchors[held[0].name]
             room = known.get(key)
-            kept = room is not None and room.parameter is anchor.parameter
+            if room is not None and room.parameter is anchor.parameter:
+                gradients = room.gradient
+            else:
+                gradients = room_like(local_of(anchor.parameter)).zero_()
             # The same memory may have become that of other experts.
             room = self._rooms[key] = _Room(
                 parameter=anchor.parameter,
-                gradient=room.gradient
-                if room is not None and kept
-                else room_like(local_of(anchor.parameter)).zero_(),
+                gradient=gradients,
                 name=anchor.place.name,
                 units=[source.unit for source in held],
             )
