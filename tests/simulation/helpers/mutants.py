@@ -1168,8 +1168,8 @@ MUTANTS = (
         edits=(
             (
                 f"{RECONCILER}/membership/recovering.py",
-                "    anew = corrupt or any(",
-                "    anew = any(",
+                "    anew = anew or any(",
+                "    anew = anew and any(",
             ),
         ),
         test="operator_side/reconciler/test_corruption.py",
@@ -1212,8 +1212,8 @@ MUTANTS = (
         edits=(
             (
                 f"{RECONCILER}/observe/evidence.py",
-                "c for c in found if c.corrupts or (c.on is not On.ANY",
-                "c for c in found if (c.on is not On.ANY",
+                "if c.corrupts or not is_explained(c)",
+                "if not is_explained(c)",
             ),
         ),
         test="operator_side/reconciler/test_corruption.py",

@@ -76,8 +76,11 @@ class _Case:
     anew: bool
     """Whether no process is to be kept, because training begins from the beginning, or because the
     state of all ranks may be wrong."""
-    corrupt: bool
-    """Whether replicas differ."""
+
+    @property
+    def corrupt(self) -> bool:
+        """Whether replicas differ."""
+        return any(cause.corrupts for cause in self.causes)
 
     @property
     def text(self) -> str:
@@ -110,16 +113,9 @@ def recover(observation: Observation, state: ControlState, membership: Membershi
         state = replace(state, no_replacement_since=None, codes_awaited_since=None)
         return note_passed_hang(observation, state, membership)
     # Let the rules for a failure decide: wait, fail the job, or begin the epoch.
-    corrupt = any(cause.corrupts for cause in causes)
-    anew = corrupt or any(cause.exit_code == BEGINS_ANEW for cause in evidence.causes)
-    case = _Case(
-        membership=membership,
-        causes=causes,
-        rules=tuple(rules),
-        moves=moves,
-        anew=anew,
-        corrupt=corrupt,
-    )
+    anew = any(cause.exit_code == BEGINS_ANEW for cause in evidence.causes)
+    anew = anew or any(cause.corrupts for cause in causes)
+    case = _Case(membership=membership, causes=causes, rules=tuple(rules), moves=moves, anew=anew)
     return run_rules(_RULES, observation, state, case)
 
 

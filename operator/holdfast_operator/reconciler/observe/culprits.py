@@ -2,9 +2,9 @@
 
 In a hang, nearly all ranks wait for the others in a collective, and the interesting ones do
 something else. So ranks are grouped by the place where they are, and the places that explain the
-wait are named: a process on a node with a fault of hardware, one that is stopped, one that the
-kernel does not let go, one that is not in the collective. Lines of a stack prove where a process
-is, and nothing more; a missing stack proves nothing at all, so nobody is blamed for one.
+wait are named: a process that is stopped, one that the kernel does not let go, one that is not in
+the collective; and if there is none, one whose GPUs have had a fault. Lines of a stack prove where
+a process is, and nothing more; a missing stack proves nothing at all, so nobody is blamed for one.
 
 All texts in a stack come from trainers: they are only ever shown, and compared with names of files
 and functions of torch and of Holdfast.
@@ -43,15 +43,15 @@ _STANDARD = re.compile(r"/lib(64)?/python[\d.]+t?/|^<frozen ")
 class _Kind(IntEnum):
     """Kind of the place where a rank is."""
 
-    STOPPED = 1
-    UNINTERRUPTIBLE = 2
-    ENDED = 3
-    LOADER = 4
-    CODE = 5
-    WAITING = 6
+    STOPPED = 0
+    UNINTERRUPTIBLE = 1
+    ENDED = 2
+    LOADER = 3
+    CODE = 4
+    WAITING = 5
     """In a collective, or in another wait for the other ranks."""
-    NO_STACK = 7
-    FAULTY = 8
+    NO_STACK = 6
+    FAULTY = 7
     """On a node whose kernel has reported a fault of the rank's GPUs."""
 
 
@@ -98,14 +98,14 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
     """
     silent = sorted(set(ranks) - answers.keys())
     groups = _grouped(answers, _place_of)
-    told = {place: found for place, found in groups.items() if not place.proves_nothing}
+    told = _told(groups)
     culprits = _outliers(told)
     faulty = not culprits and any(
         each is not None and each.hardware_fault for each in answers.values()
     )
     if faulty:  # With NCCL, all ranks wait in one place.
         groups = _grouped(answers, _place_or_fault)
-        told = {place: found for place, found in groups.items() if not place.proves_nothing}
+        told = _told(groups)
         culprits = {place: found for place, found in told.items() if place.kind is _Kind.FAULTY}
     parts: list[str] = []
     if culprits:
@@ -134,6 +134,11 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
         text = f"{text[: TEXT_CHARACTERS_MAX - 1]}…"
     blamed = frozenset(rank for found in culprits.values() for rank in found)
     return Diagnosis(text=text, culprits=blamed, hardware_fault=faulty)
+
+
+def _told(groups: Mapping[_Place, list[int]]) -> dict[_Place, list[int]]:
+    """The groups whose place is known."""
+    return {place: found for place, found in groups.items() if not place.proves_nothing}
 
 
 def _grouped(

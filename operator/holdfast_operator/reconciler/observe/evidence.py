@@ -191,22 +191,32 @@ def principal(causes: Iterable[Cause]) -> tuple[Cause, ...]:
     found = tuple(causes)
     if any(not (c.ended_by_holdfast or c.voluntary) for c in found):
         found = tuple(c for c in found if not c.ended_by_holdfast)
+    is_explained = _never
     if any(c.on in (On.NODE_LOST, On.DISRUPTION) and not c.voluntary for c in found):
-        return tuple(c for c in found if c.corrupts or not _follows_a_loss(c))
-    if any(c.on is On.EXIT_CODE and c.exit_code != FOLLOWING_CODE for c in found):
-        return tuple(c for c in found if c.corrupts or (c.on is not On.ANY and not may_follow(c)))
-    if any(c.on is On.EXIT_CODE and c.hardware_fault for c in found):
-        return tuple(
-            c
-            for c in found
-            if c.corrupts or (c.on is not On.ANY and (c.last_lines or not may_follow(c)))
-        )
-    return found
+        is_explained = _follows_a_loss
+    elif any(c.on is On.EXIT_CODE and c.exit_code != FOLLOWING_CODE for c in found):
+        is_explained = _follows_an_end
+    elif any(c.on is On.EXIT_CODE and c.hardware_fault for c in found):
+        is_explained = _follows_a_fault
+    return tuple(c for c in found if c.corrupts or not is_explained(c))
 
 
 def may_follow(cause: Cause) -> bool:
     """Whether the end of a rank may be the consequence of another's."""
     return cause.exit_code == FOLLOWING_CODE and not cause.hardware_fault
+
+
+def _never(cause: Cause) -> bool:
+    del cause
+    return False
+
+
+def _follows_an_end(cause: Cause) -> bool:
+    return cause.on is On.ANY or may_follow(cause)
+
+
+def _follows_a_fault(cause: Cause) -> bool:
+    return cause.on is On.ANY or (may_follow(cause) and not cause.last_lines)
 
 
 def _follows_a_loss(cause: Cause) -> bool:
