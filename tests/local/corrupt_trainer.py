@@ -8,8 +8,8 @@ remembers it. Each rank leaves its state there when it ends.
 
 from __future__ import annotations
 
+import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,7 +79,7 @@ def main() -> None:
                     weight.view(torch.int32).bitwise_xor_(1 << 21)
             error = session.save(step).protected.exception(WAIT_S)
             while isinstance(error, holdfast.ReplicasDivergedError):
-                time.sleep(WAIT_S)  # until all ranks are told to go back
+                signal.pause()  # until its launcher ends this process
     torch.save(state_of(model, optimizer), directory / f"rank{rank}.pt")
 
 
