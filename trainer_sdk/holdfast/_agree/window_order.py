@@ -95,8 +95,8 @@ class WindowDecisions:
         groups: Sequence[Sequence[UnitKey]],
         state_lengths: Callable[[], Sequence[int]] = list,
     ) -> None:
-        """Start the rounds with `first`, which is one of `schedules`. The saver's thread calls it,
-        with the same arguments on all ranks.
+        """Start the rounds with `first`, which is one of `schedules`. Called once, with the same
+        arguments on all ranks, when the schedules are agreed and the first save is called.
 
         Args:
             origin: step of the session's first save, which captures all units.

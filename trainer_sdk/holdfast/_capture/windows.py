@@ -126,6 +126,8 @@ class WindowCapture(CaptureStrategy):
         del number
         if self._origin is None:
             self._origin = step
+            if self._schedules:  # The ranks have agreed in `prepare`.
+                self._start_deciding(step)
         self._deciding.on_save_called(step)
         self._durations.on_save_called(step, now_s)
 
@@ -155,15 +157,18 @@ class WindowCapture(CaptureStrategy):
     def on_agreed(self, plan: BasePlan, sources: Sequence[TensorSource]) -> CaptureStrategy:
         self._schedules, self._alike = plan.schedules, plan.alike
         self._schedule = first_of(self._schedules)
-        assert self._origin is not None
+        if self._origin is not None:
+            self._start_deciding(self._origin)
+        return self
+
+    def _start_deciding(self, origin: int) -> None:
         self._deciding.start(
-            self._origin,
+            origin,
             self._schedules,
             self._schedule,
             self._alike,
             lambda: statement(self._lengths, self._durations.measures),
         )
-        return self
 
     def count(self, counts: Mapping[UnitKey, int], assigned: Mapping[int, int]) -> None:
         self._deciding.count(counts, assigned)

@@ -333,13 +333,21 @@ def test_a_process_that_stays_goes_live_only_where_no_unit_is_frozen(
     assert "units are frozen until the window of steps is repeated" in world.verdicts[0].reason
 
 
+@pytest.mark.parametrize("prepares", [False, True])
 def test_a_window_that_is_not_whole_is_never_seen(
-    trainer: Any, open_session: Any, daemon: FakeDaemon
+    prepares: bool,
+    trainer: Any,
+    open_session: Any,
+    daemon: FakeDaemon,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     session = open_session(trainer, daemon, policy=SparseWindows(window=3), start_wait_s=WAIT_S)
     seen = []
     for step in range(1, 8):
         trainer.train()
+        if prepares and step == 1:
+            session.prepare()
+            assert not [one for one in caplog.records if one.levelname in ("WARNING", "ERROR")]
         handle = session.save(step)
         handle.staged.result(WAIT_S)
         if step in (1, 4, 7):  # the first save is full
