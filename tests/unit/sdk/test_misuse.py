@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import holdfast
 from holdfast.testing import FakeDaemon
@@ -85,6 +86,11 @@ def meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("meta")
 
 
+def on_xpu(tensor: torch.Tensor) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="xpu")
+
+
 def sparse(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_sparse()
 
@@ -111,6 +117,7 @@ def negative(tensor: torch.Tensor) -> torch.Tensor:
 
 BAD: dict[Callable[[torch.Tensor], torch.Tensor], str] = {
     meta: "on the meta device",
+    on_xpu: "on the device xpu:0, whose memory Holdfast cannot copy",
     sparse: "of layout torch.sparse_coo; make it dense",
     freed: "was freed: its storage holds 0 bytes of 288",
     partly_freed: "was freed: its storage holds 8 bytes of 288",

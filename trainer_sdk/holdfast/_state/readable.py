@@ -44,6 +44,11 @@ def why_without_bytes(tensor: torch.Tensor) -> str | None:
         )
     if tensor.is_meta:
         return "is on the meta device and has no bytes; allocate some (to_empty) and load it"
+    if tensor.device.type not in ("cpu", "cuda"):  # "cuda" is also the name of AMD's devices.
+        return (
+            f"is on the device {tensor.device}, whose memory Holdfast cannot copy; keep what is "
+            f"saved in host memory, or on CUDA or ROCm devices"
+        )
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else tensor.dtype if tensor.is_quantized else None
         return f"is a tensor of layout {kind or tensor.layout}; make it dense"
