@@ -30,7 +30,11 @@ from holdfast_core.job.schema import (
     MoETrainingJob,
 )
 from holdfast_core.job.settings import JobSetting
-from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN
+from holdfast_core.job.snapshots import (
+    BANDWIDTH_BYTES_S_MIN,
+    DEFAULT_GROUP_SIZE,
+    DEFAULT_LARGE_GROUP_SIZE,
+)
 from holdfast_core.protection.groups import MIN_GROUP_SIZE
 from holdfast_core.protection.intervals import STEPS_MAX
 from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
@@ -294,19 +298,49 @@ _LOSSES = (
     "(self.redundancy.type == 'RAIM6' ? 2 : self.redundancy.type == 'Replication' && "
     "has(self.redundancy.replication) ? self.redundancy.replication.replicas : 1)"
 )
+_COPY_NODES = f"(({_COPY}) / self.nprocPerNode)"
+_IN_A_NODE = (
+    f"{_FEWER} || self.parallelism.dp * self.parallelism.tp * self.parallelism.pp != "
+    f"self.nodes * self.nprocPerNode || self.nprocPerNode % ({_COPY}) == 0"
+)
+_WHOLE_NODES = f"({_COPY}) % self.nprocPerNode == 0"
+_GROUP_SIZE = (
+    "(self.redundancy.type == 'RAIM5' ? (has(self.redundancy.raim5) && "
+    "has(self.redundancy.raim5.groupSize) ? self.redundancy.raim5.groupSize : "
+    f"{DEFAULT_GROUP_SIZE}) : self.redundancy.type == 'RAIM6' ? (has(self.redundancy.raim6) && "
+    "has(self.redundancy.raim6.groupSize) ? self.redundancy.raim6.groupSize : "
+    f"{DEFAULT_LARGE_GROUP_SIZE}) : {_LOSSES} + 1)"
+)
+_SHRINKING = f"(self.minNodes + {_COPY_NODES})"
+"""The smallest number of nodes from which a job shrinks: with the fewest parity groups."""
+_GROUPS = (
+    f"({_SHRINKING} / ({_LOSSES} + 1) < ({_SHRINKING} - 1) / {_GROUP_SIZE} + 1 ? "
+    f"{_SHRINKING} / ({_LOSSES} + 1) : ({_SHRINKING} - 1) / {_GROUP_SIZE} + 1)"
+)
+"""Their number, as `holdfast_core.protection.groups` forms them."""
 _FEWER_NODES = (
     Rule(
-        rule=f"{_FEWER} || self.parallelism.dp * self.parallelism.tp * self.parallelism.pp != "
-        f"self.nodes * self.nprocPerNode || self.nprocPerNode % ({_COPY}) == 0",
-        says="tp·pp = %d does not divide the %d ranks of %d nodes; use degrees whose product "
-        "divides nprocPerNode = %d, or minNodes = %d",
-        values=(
-            _COPY,
-            "(self.nodes - 1) * self.nprocPerNode",
-            "self.nodes - 1",
-            "self.nprocPerNode",
-            "self.nodes",
-        ),
+        rule=f"{_IN_A_NODE} || {_WHOLE_NODES}",
+        says="tp·pp = %d neither divides nprocPerNode = %d nor is a multiple of it, so fewer nodes "
+        "have no whole copies of the model; use other degrees, or minNodes = %d",
+        values=(_COPY, "self.nprocPerNode", "self.nodes"),
+        field=".minNodes",
+    ),
+    Rule(
+        rule=f"{_IN_A_NODE} || !({_WHOLE_NODES}) || self.minNodes % {_COPY_NODES} == 0",
+        says="minNodes = %d is no whole number of copies of the model, each of which takes tp·pp / "
+        "nprocPerNode = %d nodes; use a multiple of %d",
+        values=("self.minNodes", _COPY_NODES, _COPY_NODES),
+        field=".minNodes",
+    ),
+    Rule(
+        rule=f"{_IN_A_NODE} || !({_WHOLE_NODES}) || self.minNodes % {_COPY_NODES} != 0 || "
+        f"self.redundancy.type == 'None' || self.minNodes <= {_LOSSES} || "
+        f"{_LOSSES} * {_GROUPS} >= {_COPY_NODES}",
+        says="with a lost node all %d leave that a copy of the model takes, and the parity groups "
+        "of %d nodes can rebuild the state of only %d; use smaller groups, stronger redundancy, or "
+        "a greater minNodes",
+        values=(_COPY_NODES, _SHRINKING, f"{_LOSSES} * {_GROUPS}"),
         field=".minNodes",
     ),
     Rule(

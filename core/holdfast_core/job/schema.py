@@ -9,6 +9,7 @@ is shown when its value is wrong. Rules between fields are checked by
 from __future__ import annotations
 
 from enum import StrEnum
+from math import gcd
 from typing import Annotated, Any
 
 import msgspec
@@ -293,6 +294,14 @@ class Spec(Document, frozen=True, kw_only=True):
     def least_nodes(self) -> int:
         """The smallest number of nodes to train on; `nodes` where the document gives none."""
         return self.nodes if self.min_nodes is None else self.min_nodes
+
+    @property
+    def copy_nodes(self) -> int:
+        """The nodes of the smallest part of the job that holds whole copies of the model: the
+        number of nodes of any world is a multiple of it. 1 if the ranks of a copy, tp · pp, divide
+        those of a node."""
+        copy_ranks = self.parallelism.tp * self.parallelism.pp
+        return copy_ranks // gcd(copy_ranks, self.nproc_per_node)
 
     @property
     def may_shrink(self) -> bool:

@@ -59,6 +59,8 @@ class Moves:
     """Order of the members, where it is not that of their indices."""
     later: dict[int, NodeView] = field(default_factory=dict)
     """Members among these whose agents get ready meanwhile → the node on which they will join."""
+    idle: frozenset[int] = frozenset()
+    """Members among `leaving` that whole copies of the model do not need."""
     avoided: dict[int, NodeView] = field(default_factory=dict)
     """Members in `to` → the node that they would have got, had it not failed so often."""
 
@@ -88,7 +90,10 @@ class Moves:
         parts += [
             f"member {member} gets ready on {node.name}"
             for member, node in sorted(self.later.items())
+            if member not in self.idle
         ]
+        if self.idle:
+            parts.append(f"members [{listed(sorted(self.idle))}] are idle")
         return ", ".join(part for part in parts if part)
 
     def joins_in_words(self, membership: Membership) -> str:

@@ -25,6 +25,7 @@ from holdfast_operator.reconciler.membership.joining import (
 )
 from holdfast_operator.reconciler.membership.recovering import begin_epoch
 from holdfast_operator.reconciler.membership.shrinking import strength
+from holdfast_operator.reconciler.membership.whole_copies import joining_in_whole_copies
 from holdfast_operator.reconciler.observe.lookups import just_saved, suspension_of
 from holdfast_operator.reconciler.observe.text import listed
 from holdfast_operator.reconciler.observe.views import (
@@ -61,7 +62,8 @@ def grow(observation: Observation, state: ControlState, membership: Membership) 
     if state.resized_at is None:  # by a control loop that was forgotten
         state = replace(state, resized_at=observation.now)
     result = prepare(observation, state, membership)
-    joining = ready_members(observation, result.state, membership)
+    ready = ready_members(observation, result.state, membership)
+    joining = joining_in_whole_copies(observation.job, membership, ready)
     result = replace(result, state=_noted(observation, result.state, joining))
     if not joining or not _is_time(observation, result.state, membership, joining, absent):
         return result
@@ -128,14 +130,20 @@ def _prospect(observation: Observation, state: ControlState, membership: Members
     if suspension_of(observation.job, observation.cluster) is not None:
         return "they join when the job is resumed, on nodes that are free then"
     ready = ready_members(observation, state, membership)
-    texts = []
-    for member, name in places(observation, state, membership).items():
+    texts, found = [], places(observation, state, membership)
+    for member, name in found.items():
         agent = observation.cluster.agent(member, name)
         why = f" ({agent.why})" if agent is not None and agent.why else ""
         stands = "is ready" if member in ready else "gets ready"
         texts.append(f"member {member} {stands} on {name}{why}")
     if not texts:
         return _without_place(observation, state)
+    lack = observation.job.spec.copy_nodes - len(found)
+    if lack > 0:
+        return (
+            f"{', '.join(texts)}; a copy of the model takes {observation.job.spec.copy_nodes} "
+            f"nodes: members join when {lack} more {'is' if lack == 1 else 'are'} free"
+        )
     wait_s = observation.job.spec.failure_policy.join_wait_seconds
     when = (
         ""

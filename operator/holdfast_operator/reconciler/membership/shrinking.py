@@ -7,6 +7,10 @@ lost, or one that waits on a spare. Without a spare the member leaves too, and j
 comes. Below `minNodes` the job waits, like one without `minNodes` (`waiting`). Members that are
 ready to join do so in any new epoch.
 
+If a copy of the model takes several nodes, members leave in such numbers that whole copies remain
+(`whole_copies`). Leaving then takes the memory of members with it that are well, so the job waits
+for members that have a node, and continues only without those that have none.
+
 Members whose memory may still be there leave only while their parity groups can rebuild it
 (`replacing`), however long that takes. Members that still train leave right after a generation was
 protected, so that nothing is trained twice.
@@ -21,6 +25,7 @@ from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule, MoETrainingJob, On
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.membership.joining import arriving_members, ready_members
+from holdfast_operator.reconciler.membership.whole_copies import in_whole_copies
 from holdfast_operator.reconciler.observe.lookups import just_saved, node_of, suspension_of
 from holdfast_operator.reconciler.observe.protection import ParityGroups
 from holdfast_operator.reconciler.observe.views import AgentState, ControlState, NodeView
@@ -95,6 +100,11 @@ def leave_out(
         leaving=moves.leaving | leaving,
         unplaced=[],
     )
+    if job.spec.copy_nodes > 1:
+        whole = in_whole_copies(observation, membership, left, groups)
+        if whole is None and not lost:  # nobody has to leave
+            whole = in_whole_copies(observation, membership, moves, groups)
+        return whole or moves
     if not state.ran or not job.spec.may_shrink or (shrinks_after_s(job) and not at_once):
         return left
     return _without_unready(observation, state, membership, left, groups, may_leave - len(leaving))

@@ -26,6 +26,7 @@ from holdfast_operator.reconciler.membership.recovering import (
 from holdfast_operator.reconciler.membership.replacing import replacements
 from holdfast_operator.reconciler.membership.shrinking import leave_out
 from holdfast_operator.reconciler.membership.waiting import SILENT, await_node
+from holdfast_operator.reconciler.membership.whole_copies import in_whole_copies
 from holdfast_operator.reconciler.observe.evidence import gather
 from holdfast_operator.reconciler.observe.lookups import suspension_of
 from holdfast_operator.reconciler.observe.protection import ParityGroups
@@ -108,6 +109,12 @@ def _begin_again(
         return await_node(observation, state, membership, text, moves.silent, why=SILENT)
     taken = [node.name for node in moves.to.values()]
     moves.to.update(joiners(observation, state, membership, taken))
+    whole = in_whole_copies(observation, membership, moves, evidence.groups)
+    if whole is None:
+        count = observation.job.spec.copy_nodes
+        text = f"a copy of the model takes {count} nodes; waiting until one more is free"
+        return RuleResult(state, waiting=text)
+    moves = whole
     result = begin_epoch(observation, state, membership, moves, homeless)
     begun = replace(
         result.state, suspended=False, fruitless=state.fruitless, shape=Shape.of(observation.job)

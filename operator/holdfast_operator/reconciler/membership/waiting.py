@@ -55,6 +55,8 @@ def await_node(
     waited_s = 0.0 if since is None else observation.now - since
     left = strength(observation.job, membership)
     remaining = left.active - len(members)
+    copy_nodes = observation.job.spec.copy_nodes
+    remaining -= remaining % copy_nodes  # the others would be idle
     who = f"members [{listed(members)}] have no node and {why}"
     may_leave = why == NO_SPARE and remaining >= left.least
     if may_leave and waited_s < shrinks_after_s(observation.job):
@@ -67,6 +69,11 @@ def await_node(
         if remaining < left.least < left.desired
         else ""
     )
+    if not short and copy_nodes > 1 and may_leave:
+        short = (
+            f"a copy of the model takes {copy_nodes} nodes, and parity groups cannot rebuild what "
+            f"those that would leave as well hold; "
+        )
     failing = _fail_by_rule(observation, result.state, f"{text}; ", short)
     if failing is not None:
         return result.then(failing)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_core.protection.groups import form_groups
 from holdfast_core.topology import Topology
 
 Degrees = tuple[int, int, int]
@@ -44,25 +45,42 @@ def fits(nodes: int, nproc: int, degrees: Degrees) -> bool:
     return True
 
 
+def may_lose_a_node(nodes: int, least: int, nproc: int, degrees: Degrees, group_size: int) -> bool:
+    """Whether whole copies of the model are left of a job that loses a node at any size, and parity
+    groups can rebuild what all the nodes that leave have held."""
+    sizes = [size for size in range(least, nodes + 1) if fits(size, nproc, degrees)]
+    return sizes[0] == least and all(
+        larger - smaller <= len(form_groups(dict.fromkeys(range(larger), ""), group_size).groups)
+        for smaller, larger in pairwise(sizes)
+    )
+
+
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4, 6])
-def test_a_job_may_shrink_exactly_if_every_size_fits(nproc: int) -> None:
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_a_job_may_shrink_exactly_if_whole_copies_are_left(nproc: int, group_size: int) -> None:
     answers = set()
-    for nodes, tp, pp, ep in product(range(3, 7), (1, 2, 3), (1, 2), (1, 2, 3, 4)):
-        degrees = (tp, pp, ep)
-        if nodes * nproc % (tp * pp) or nodes * nproc // (tp * pp) % ep:
+    for nodes, tp, pp, ep in product(range(3, 9), (1, 2, 3), (1, 2), (1, 2, 3)):
+        degrees, copy = (tp, pp, ep), tp * pp
+        if nodes * nproc % copy or nodes * nproc // copy % ep:
             continue
         for least in range(2, nodes):
-            parallelism = {"dp": nodes * nproc // (tp * pp), "tp": tp, "pp": pp, "ep": ep}
-            expected = all(fits(size, nproc, degrees) for size in range(least, nodes + 1))
+            in_nodes = nproc % copy == 0 or copy % nproc == 0
+            expected = in_nodes and may_lose_a_node(nodes, least, nproc, degrees, group_size)
             answers.add(expected)
+            parallelism = {"dp": nodes * nproc // copy, "tp": tp, "pp": pp, "ep": ep}
+            parity = {"type": "RAIM5", "raim5": {"groupSize": group_size}}
             try:
-                job(nodes, least, nprocPerNode=nproc, parallelism=parallelism)
+                asked = job(
+                    nodes, least, nprocPerNode=nproc, parallelism=parallelism, redundancy=parity
+                )
             except InvalidJobError as error:
-                first = next(n for n in range(nodes, 0, -1) if not fits(n, nproc, degrees))
-                assert not expected
-                assert f"the {first * nproc} ranks of {first} nodes" in str(error)
+                assert not expected and "1 problem" in str(error)
             else:
                 assert expected
+                assert all(
+                    fits(size, nproc, degrees) == (size % asked.spec.copy_nodes == 0)
+                    for size in range(1, nodes + 1)
+                )
     assert answers == {True, False}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,12 @@ LEAST, JOIN_WAIT_S = 2, 3.0
 NO_REPLACEMENT_S = 20.0
 SETTLED_S = PATIENCE_S + NO_REPLACEMENT_S + 10.0
 """After this long without a fault, everything that is waited for has come or was given up."""
+PIPELINES = {
+    "minNodes": LEAST,
+    "parallelism": {"dp": 3, "pp": 2},
+    "redundancy": {"type": "RAIM5", "raim5": {"groupSize": 2}},
+}
+"""A job of six nodes, of which a copy of the model takes two."""
 RULES = [
     {"when": "NoReplacement", "action": "Fail", "afterSeconds": NO_REPLACEMENT_S},
     {"when": "Disruption", "action": "ReplaceNode", "countTowardsMax": False},
@@ -224,7 +231,23 @@ def test_worlds_follow_each_other_and_none_that_is_needed_is_forgotten(
 def test_a_job_that_may_shrink_runs_on_what_is_left_or_shows_why_not(
     schedule: list[tuple[tuple[str, int], float]], spares: int
 ) -> None:
-    world = run_elastic(schedule, spares)
+    check_that_it_runs(run_elastic(schedule, spares))
+
+
+@settings(max_examples=60)
+@given(schedules, st.sampled_from([0, 2]))
+def test_a_job_whose_copies_take_two_nodes_runs_on_whole_copies_or_shows_why_not(
+    schedule: list[tuple[tuple[str, int], float]], spares: int
+) -> None:
+    job = make_job(6, spares=spares, spec=PIPELINES, joinWaitSeconds=JOIN_WAIT_S, rules=RULES)
+    world = disturbed(World(job), schedule)
+    assert {len(membership.members) for membership in world.published} <= {2, 4, 6}
+    check_that_it_runs(world)
+
+
+def check_that_it_runs(world: World) -> None:
+    """Check that the job's members train on living nodes, and that missing ones wait there; or that
+    the job has ended with a reason."""
     if world.state.outcome is not None:
         assert world.state.outcome_reason and world.agents == {}
         return
@@ -259,15 +282,14 @@ def test_no_world_waits_for_a_member_that_joins_while_enough_others_are_there(
 
 
 @settings(max_examples=40)
-@given(schedules, st.sampled_from([4, 3]))
+@given(schedules, st.sampled_from([(4, {"minNodes": 4}), (4, {"minNodes": 3}), (6, PIPELINES)]))
 def test_a_job_is_not_given_up_for_want_of_a_node_and_goes_on_when_nodes_are_back(
-    schedule: list[tuple[tuple[str, int], float]], minimum: int
+    schedule: list[tuple[tuple[str, int], float]], job_of: tuple[int, dict[str, Any]]
 ) -> None:
     """Without a rule of the user: whatever is away for whatever time."""
     at_most_away = [item for item in schedule if item[0][0] not in ("kill_node", "forget")]
-    job = make_job(
-        spares=0, spec={"minNodes": minimum}, joinWaitSeconds=JOIN_WAIT_S, maxRestarts=1000
-    )
+    nodes, spec = job_of
+    job = make_job(nodes, spares=0, spec=spec, joinWaitSeconds=JOIN_WAIT_S, maxRestarts=1000)
     world = disturbed(World(job), at_most_away)
     assert world.state.outcome is None and not world.dropped
     world.now += 86_400.0
