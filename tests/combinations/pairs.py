@@ -107,7 +107,13 @@ ROWS = {
 
 ADAPTED: dict[tuple[str, str], Row] = {
     ("fewer nodes", "stages"): Row(
-        spec={"nodes": 3, "minNodes": 2, "nprocPerNode": 2}, nodes_lost=1, resizes=True
+        spec={
+            "nodes": 4,
+            "minNodes": 2,
+            "redundancy": {"type": "RAIM5", "raim5": {"groupSize": 2}},
+        },
+        nodes_lost=1,
+        resizes=True,
     ),
     ("fewer nodes", "Sparse"): Row(
         spec={

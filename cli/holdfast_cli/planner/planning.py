@@ -169,6 +169,11 @@ def plan_view(
     spec = job.spec
     groups = parity_groups(job)
     fewest = f" (at least {spec.least_nodes})" if spec.may_shrink else ""
+    if spec.may_shrink and spec.copy_nodes > 1:
+        fewest = (
+            f" (at least {spec.least_nodes}, and a multiple of {spec.copy_nodes}: a copy of the "
+            f"model takes {spec.copy_nodes}, and others are idle)"
+        )
     head = (
         f"{job.key}: {spec.nodes} nodes{fewest} of {spec.nproc_per_node} ranks and "
         f"{spec.failure_policy.spares} spares; redundancy {spec.redundancy.type.value}"

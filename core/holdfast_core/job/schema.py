@@ -304,6 +304,11 @@ class Spec(Document, frozen=True, kw_only=True):
         return copy_ranks // gcd(copy_ranks, self.nproc_per_node)
 
     @property
+    def node_counts(self) -> range:
+        """The numbers of nodes with which the job trains."""
+        return range(self.least_nodes, self.nodes + 1, self.copy_nodes)
+
+    @property
     def may_shrink(self) -> bool:
         """Whether the job may continue with fewer nodes than it begins with."""
         return self.least_nodes < self.nodes

@@ -74,8 +74,7 @@ def topology_with(job: MoETrainingJob, sizes: ModelSizes, nodes: int) -> Topolog
 
 def most_experts(job: MoETrainingJob, sizes: ModelSizes) -> MoreExperts | None:
     """The fewest shares of the experts that a job may have; None if it always has as many."""
-    nodes = range(job.spec.least_nodes, job.spec.nodes + 1)
-    degrees = {count: topology_with(job, sizes, count).ep for count in nodes}
+    degrees = {count: topology_with(job, sizes, count).ep for count in job.spec.node_counts}
     fewest = min(degrees, key=lambda count: degrees[count])
     if degrees[fewest] == job.spec.parallelism.ep:
         return None
@@ -120,19 +119,19 @@ def slot_bytes_of_state(job: MoETrainingJob, bytes_per_rank: int) -> SlotBytesOf
 def memory_of_sizes(job: MoETrainingJob, slot_bytes_of: SlotBytesOf) -> FewerNodesMemory:
     """The memory of a job that may shrink.
 
-    The largest arenas of two worlds are those of the fewest nodes and of one node more. Parity and
+    The largest arenas of two worlds are those of the two smallest worlds. Parity and
     inherited snapshots are computed for the smallest parity group that any number of nodes gives.
     That is not always the group with the fewest nodes, so the bound is at most a little too high.
 
     Args:
-        slot_bytes_of: is asked for `least_nodes`, one more, and `nodes`.
+        slot_bytes_of: is asked for the two smallest numbers of nodes, and for `nodes`.
     """
     spec = job.spec
-    above = spec.least_nodes + 1
+    above = spec.least_nodes + spec.copy_nodes
     slot_bytes = {n: slot_bytes_of(n) for n in sorted({spec.least_nodes, above, spec.nodes})}
     worlds = {nodes: _world(job, nodes, sizes) for nodes, sizes in slot_bytes.items()}
     largest = max(slot_bytes[above])
-    smallest = {n: _smallest_group(job, n) for n in range(above, spec.nodes + 1)}
+    smallest = {n: _smallest_group(job, n) for n in spec.node_counts[1:]}
     parity_bytes = max(_parity_bytes(job, members, largest) for members in set(smallest.values()))
     before = worlds[above].memory
     before = NodeMemory(

@@ -31,6 +31,18 @@ def test_each_situation_has_a_row(job: Path, capsys: pytest.CaptureFixture[str])
     assert "warning" not in out
 
 
+def test_only_whole_copies_of_the_model_have_rows(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipelines = FEWER.replace("nodes: 4\n", "nodes: 6\n").replace("dp: 8", "dp: 3, pp: 4")
+    parity = "  redundancy: {type: RAIM5, raim5: {groupSize: 2}}\n"
+    job.write_text(pipelines.replace("ep: 2", "ep: 1") + parity)
+    out = words(capsys, job, "--bytes-per-rank", "6Gi")
+    assert "6 nodes (at least 2, and a multiple of 2: a copy of the model takes 2, and" in out
+    # 3 · 2 · 9 of four nodes, 3 · 2 · 18 of two, and 2 · 9 for the ranks of a lost one
+    assert "while the world changes (peak) 3 180.00 GiB" in out
+
+
 def test_a_change_that_does_not_fit_is_a_warning_and_no_refusal(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
