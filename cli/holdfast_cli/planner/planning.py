@@ -168,14 +168,8 @@ def plan_view(
     # The shape of the job.
     spec = job.spec
     groups = parity_groups(job)
-    fewest = f" (at least {spec.least_nodes})" if spec.may_shrink else ""
-    if spec.may_shrink and spec.copy_nodes > 1:
-        fewest = (
-            f" (at least {spec.least_nodes}, and a multiple of {spec.copy_nodes}: a copy of the "
-            f"model takes {spec.copy_nodes}, and others are idle)"
-        )
     head = (
-        f"{job.key}: {spec.nodes} nodes{fewest} of {spec.nproc_per_node} ranks and "
+        f"{job.key}: {spec.nodes} nodes{_fewest(job)} of {spec.nproc_per_node} ranks and "
         f"{spec.failure_policy.spares} spares; redundancy {spec.redundancy.type.value}"
     )
     if groups:
@@ -225,6 +219,19 @@ def plan_view(
     parts.append("")
     parts.append(_odds(job, settings, with_interval=comparison is None))
     return Group(*parts)
+
+
+def _fewest(job: MoETrainingJob) -> str:
+    """Text on the numbers of nodes with which the job continues; empty if there is only one."""
+    spec = job.spec
+    if not spec.may_shrink:
+        return ""
+    if spec.copy_nodes == 1:
+        return f" (at least {spec.least_nodes})"
+    return (
+        f" (at least {spec.least_nodes}, and a multiple of {spec.copy_nodes}: a copy of the model "
+        f"takes {spec.copy_nodes}, and others are idle)"
+    )
 
 
 def _logs(job: MoETrainingJob, settings: PlanSettings, sent: SentAtBoundaries) -> BoundaryLogs:

@@ -213,7 +213,8 @@ class Spec(Document, frozen=True, kw_only=True):
                 examples=[3],
                 extra={
                     "more": "When a member is lost and its ranks cannot restart at once, the job "
-                    "continues with the other members, down to this number. It grows again "
+                    "continues with the other members, down to this number, in whole copies of "
+                    "the model where a copy takes several nodes. It grows again "
                     "when a trainer is ready on the old node or on another. Without it, "
                     "the job always waits for all `nodes`."
                 },

@@ -134,7 +134,8 @@ class Pipeline:
             from its neighbours. Equal on all ranks.
 
     Raises:
-        InvalidJobError: the topology has one stage, or does not fit the world.
+        InvalidJobError: the topology has one stage, or does not fit the world; or processes are to
+            stay in worlds of any size.
     """
 
     def __init__(
@@ -144,6 +145,11 @@ class Pipeline:
         if topology.pp == 1:
             raise InvalidJobError(
                 f"topology {topology} has one pipeline stage: leave the pipeline out"
+            )
+        if world.any_size:
+            raise InvalidJobError(
+                "a rank has another stage in a world of another size: leave any_size out, so that "
+                "all processes start again when the number of ranks changes"
             )
         self.world, self.topology = world, topology
         per_stage = topology.dp * topology.tp

@@ -37,6 +37,7 @@ class FakeWorld:
 
     def __init__(self, rank: int, size: int = 2) -> None:
         self.rank, self.size = rank, size
+        self.any_size = False
         self.parts: list[list[int]] = []
         self.came: list[int] = []
         self.sent: list[tuple[int, list[int]]] = []
@@ -73,6 +74,13 @@ def test_stages_are_those_of_the_topology(rank: int) -> None:
 def test_one_stage_is_no_pipeline() -> None:
     with pytest.raises(InvalidJobError, match="has one pipeline stage"):
         make(0, Topology(dp=2))
+
+
+def test_a_process_has_one_stage_in_worlds_of_one_size_only() -> None:
+    world: Any = FakeWorld(0)
+    world.any_size = True
+    with pytest.raises(InvalidJobError, match="leave any_size out"):
+        Pipeline(world, TOPOLOGY, log_bytes=1000)
 
 
 def test_there_is_nothing_beyond_the_ends() -> None:
