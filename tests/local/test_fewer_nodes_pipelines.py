@@ -70,9 +70,7 @@ def check(directory: Path, stages: int) -> list[int]:
         pytest.param(3, 2, 2, id="a-stage-on-half-of-the-nodes", marks=pytest.mark.exhaustive),
     ],
 )
-def test_pipelines_go_on_as_fewer_and_as_more(
-    nodes: int, nproc: int, stages: int
-) -> None:
+def test_pipelines_go_on_as_fewer_and_as_more(nodes: int, nproc: int, stages: int) -> None:
     copy_nodes = max(1, stages // nproc)
 
     async def change(directory: Path) -> None:

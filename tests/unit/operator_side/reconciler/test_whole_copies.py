@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from msgspec.structs import replace
-
 from virtual_world import World, make_job, running
 
 LOST_S = 6.0
 GROUPS_OF_2 = {"type": "RAIM5", "raim5": {"groupSize": 2}}
 
 
-def pipelines(nodes: int = 4, least: int = 2, *, pp: int = 2, spares: int = 0, **more: Any) -> World:
+def pipelines(
+    nodes: int = 4, least: int = 2, *, pp: int = 2, spares: int = 0, **more: Any
+) -> World:
     """A job of pipelines, each on `pp` nodes, that trains in epoch 1."""
     spec = {
         "minNodes": least,
