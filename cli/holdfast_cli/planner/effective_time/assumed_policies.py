@@ -25,6 +25,7 @@ from holdfast_cli.planner.effective_time.policy_models import (
     oracle_interval_steps,
 )
 from holdfast_cli.planner.effective_time.skew import frozen_portion, lost_by_load, lost_in_turn
+from holdfast_cli.planner.models.seated_experts import Survives
 from holdfast_cli.planner.models.slots import WITHOUT_WEIGHTS
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.dynamic_k import PLT_LIMIT
@@ -77,6 +78,12 @@ SHRINKING = frozenset({PolicyKind.FEWER, PolicyKind.FEWER_GRADS})
 """What takes a job with `minNodes` below `nodes`."""
 
 
+SEATED = frozenset(
+    {PolicyKind.PARTIAL, PolicyKind.SELECTIVE, PolicyKind.ELASTIC, PolicyKind.FEWER_GRADS}
+)
+"""What jobs whose experts are in seats can ask for: all of these continue from copies that live."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssumedCosts:
     """Sizes and rates from which the policies are derived.
@@ -117,6 +124,8 @@ class AssumedCosts:
     """Portion of tokens that policies which leave experts out may lose."""
     popularity: tuple[float, ...] = ()
     """Portions of a layer's tokens that its experts get; empty: equal ones."""
+    survives: Survives | None = None
+    """Probability that experts in seats live on; None: the job has no seats."""
     frozen_saves: float = 0.0
     """Portion of a step that the repetition of a window saves for a frozen expert: MoEvement's
     third (§3.5), or 0 where gradients are computed and dropped, as in this version."""
@@ -166,10 +175,24 @@ def policy_models(
     )
     makers[PolicyKind.SPARSE_GRADS] = maker.gradients
     makers[PolicyKind.FEWER_GRADS] = maker.gradients_of_fewer
-    return {
-        kind: replace(makers[kind](), built=kind not in NOT_BUILT, name=kind.value)
+    models = {
+        kind: replace(
+            makers[kind](),
+            built=kind not in NOT_BUILT,
+            of_script=kind in OF_SCRIPTS,
+            name=kind.value,
+        )
         for kind in PolicyKind
     }
+    if costs.survives is None:
+        return models
+    in_seats = {
+        kind: replace(
+            models[kind], after_loss=AfterLoss.LIVE, survives=costs.survives, of_script=False
+        )
+        for kind in SEATED
+    }
+    return models | in_seats
 
 
 class _Maker:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil
 
+from holdfast_cli.planner.models.seated_experts import Survives, two_copies
 from holdfast_core.errors import InvalidJobError
 
 
@@ -91,6 +92,8 @@ class Cluster:
     """Time from the arrival of a node until it joins a job that went on without it."""
     least_nodes: int = 1
     """Fewest nodes with which a job continues, if it may continue with fewer."""
+    copy_nodes: int = 1
+    """Nodes of a copy of the model: a job that continues with fewer trains with a multiple."""
 
     def __post_init__(self) -> None:
         times = (self.detect_s, self.restart_s, self.replacement_s, self.reform_s)
@@ -130,6 +133,8 @@ class PolicyModel:
     more tokens than the level may (Dynamic-K, PEC §3.1)."""
     built: bool = True
     """Whether a job can ask for it in this version."""
+    of_script: bool = False
+    """Whether the training script decides it, not the job."""
     loss_limit: float = 1.0
     """Portion of all tokens that the levels may lose together."""
     window_steps: int = 0
@@ -145,9 +150,8 @@ class PolicyModel:
     by_stage: bool = False
     """Whether only the stages that failed compute again, from logs (MoEvement §3.4)."""
     after_loss: AfterLoss = AfterLoss.FIXED
-    copies: int = 2
-    """Least number of nodes that hold the state of an expert, where copies live: one less may be
-    lost at once."""
+    survives: Survives = two_copies
+    """Probability that copies live on, where training continues from these."""
     load_s: float = 0.0
     """Time to load a snapshot, beyond `Cluster.restart_s`."""
     covers: int | None = None

@@ -245,6 +245,8 @@ class _Training:
         self._in_memory = True
         """Whether enough nodes are left in each group for the snapshots in memory."""
         self._missing, self._spares = 0, cluster.spares
+        self._trained_on = cluster.nodes
+        """Nodes of the world that trains, or that trained before the recovery in progress."""
         self._arriving: deque[float] = deque()
         self._joining: deque[float] = deque()
         self._level = 0
@@ -295,13 +297,20 @@ class _Training:
         """Whether all ranks are computing steps, for the first time or again."""
         return not self._stages and not self._scopes
 
+    @property
+    def _present(self) -> int:
+        """Nodes that train, or could: others of those that are there are too few for a copy of the
+        model."""
+        present = self._cluster.nodes - self._missing
+        return present - present % self._cluster.copy_nodes
+
     def _speed(self) -> tuple[float, float, float]:
         """Time of a step, the part of it that a step takes at full strength, and the part that
         snapshots add."""
         level = self._model.levels[self._level]
         stall_s = level.stall_s / level.interval_steps
         full_s = self._workload.step_s
-        alive = max(self._cluster.nodes - self._missing, 1)
+        alive = max(self._present, 1)
         return full_s * self._cluster.nodes / alive + stall_s, full_s, stall_s
 
     def _advance(self, at_s: float) -> None:
@@ -331,6 +340,7 @@ class _Training:
         self._stages.clear()
         self._scopes.clear()
         self._live = True
+        self._trained_on = self._present
         behind = self._furthest - self._step
         if behind > 0:
             lasts_s = self._model.repeated(behind) * self._speed()[0]
@@ -350,22 +360,26 @@ class _Training:
                 self._arrive()
             return
         self._failures += 1
-        again = not self._training
-        for _ in range(-incident.nodes):
-            self._lose_node()
+        again, was_live = not self._training, self._live
         lost = -incident.nodes
-        if (
-            lost >= self._model.copies
-            or (lost and again)
-            or self._model.after_loss is not AfterLoss.LIVE
-        ):
+        for _ in range(lost):
+            self._lose_node()
+        if (lost and again) or not self._lives_on(max(1, lost)):
             self._live = False
-        if not again:
+        if was_live and not self._live:
             self._lose_tokens()
         for _ in range(max(1, lost)):
             self._stages.add(int(self._draw() * self._workload.stages))
         self._enlarge_scope()
         self._enter(Activity.DETECTING, self._cluster.detect_s, self._on_detected)
+
+    def _lives_on(self, lost: int) -> bool:
+        """Whether copies of all state are left when so many nodes are lost at once. Those of a node
+        on which only processes ended are gone, too."""
+        if self._model.after_loss is not AfterLoss.LIVE:
+            return False
+        survives = self._model.survives(self._trained_on, lost)
+        return survives >= 1 or (survives > 0 and self._draw() < survives)
 
     def _enlarge_scope(self) -> None:
         """Take replaying stages that have failed again, or have a failed neighbour, back into the
@@ -416,7 +430,7 @@ class _Training:
     def _lacks_nodes(self) -> bool:
         if self._model.after_loss is AfterLoss.FIXED:
             return self._missing > 0
-        return self._cluster.nodes - self._missing < self._cluster.least_nodes
+        return self._present < self._cluster.least_nodes
 
     def _on_detected(self) -> None:
         if self._lacks_nodes():
@@ -488,14 +502,15 @@ class _Training:
     def _join(self) -> None:
         """Let a node that came while the job went on without it take part, once a step has
         ended."""
+        before = self._present
         self._missing -= 1
         while self._joining and self._joining[0] <= self._now_s:
             self._joining.popleft()
             self._missing -= 1
         if self._phase is Activity.WAITING:
             self._on_detected()
-        if not self._training:
-            return  # the recovery in progress takes it in
+        if not self._training or self._present == before:
+            return  # the recovery in progress takes it in, or it waits for others of its copy
         live = self._model.after_loss is AfterLoss.LIVE
         lasts_s = self._cluster.reform_s if live else self._cluster.restart_s
         self._stages.add(0)

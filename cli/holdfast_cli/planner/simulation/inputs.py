@@ -10,7 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast_cli.planner.effective_time.assumed_policies import AssumedCosts, PolicyKind
+from holdfast_cli.planner.effective_time.assumed_policies import (
+    SEATED,
+    AssumedCosts,
+    PolicyKind,
+)
 from holdfast_cli.planner.effective_time.incidents import Incident, parse_trace
 from holdfast_cli.planner.effective_time.policy_models import (
     Cluster,
@@ -19,6 +23,7 @@ from holdfast_cli.planner.effective_time.policy_models import (
 )
 from holdfast_cli.planner.effective_time.skew import draw_popularity, skewness
 from holdfast_cli.planner.models.recommending import DETECT_S, RESTART_S
+from holdfast_cli.planner.models.seated_experts import Survives, fewest_nodes, survives_in_seats
 from holdfast_cli.planner.plan_inputs import sizes_of_run
 from holdfast_cli.planner.planning import COPY_BYTES_S, NETWORK_BYTES_S
 from holdfast_cli.planner.profile import JobProfile, read_profile
@@ -231,6 +236,8 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
     workload = _workload(options, job, sources)
     costs = _costs(options, job, gpus, workload.step_s, sources)
     cluster = _cluster(options, job, nodes, sources)
+    seated_on = fewest_nodes(job, costs.experts_per_layer)
+    cluster = replace(cluster, least_nodes=max(cluster.least_nodes, seated_on))
     trace: tuple[Incident, ...] = ()
     if options.trace is not None:
         try:
@@ -260,13 +267,14 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
 def possible_policies(job: MoETrainingJob) -> frozenset[PolicyKind]:
     """Policies that the job can ask for. With `minNodes` below `nodes` whole snapshots are
     simulated, and windows of gradients; sparse windows need every step."""
-    if job.spec.may_shrink:
+    if job.spec.elastic is not None:
+        windows = {PolicyKind.FEWER_GRADS}
+        kinds = set(SEATED) - windows
+    elif job.spec.may_shrink:
         kinds, windows = {PolicyKind.FEWER}, {PolicyKind.FEWER_GRADS}
     else:
         kinds = {PolicyKind.FULL, PolicyKind.PARTIAL, PolicyKind.SELECTIVE}
-        windows = {PolicyKind.SPARSE_GRADS}
-        if job.spec.elastic is None:
-            windows.add(PolicyKind.SPARSE_GLOBAL)
+        windows = {PolicyKind.SPARSE_GRADS, PolicyKind.SPARSE_GLOBAL}
     if job.spec.snapshot.interval.steps == 1:
         kinds |= windows
     return frozenset(kinds)
@@ -292,9 +300,14 @@ def job_setting(
                 if policy.adapts
                 else replace(costs, window_steps=policy.window_steps)
             )
-    if job.spec.may_shrink:
-        windows = kind is PolicyKind.SPARSE_GRADS
-        kind = PolicyKind.FEWER_GRADS if windows else PolicyKind.FEWER
+    if kind is PolicyKind.SPARSE_GRADS and (job.spec.may_shrink or job.spec.elastic is not None):
+        kind = PolicyKind.FEWER_GRADS
+    elif job.spec.elastic is not None:
+        kind = PolicyKind.ELASTIC if kind is PolicyKind.FULL else kind
+    elif job.spec.may_shrink:
+        kind = PolicyKind.FEWER
+    if job.spec.elastic is not None and not job.spec.may_shrink:
+        cluster = replace(cluster, least_nodes=cluster.nodes)  # Processes wait with their copies.
     interval = job.spec.snapshot.interval
     steps = interval.steps if isinstance(interval.steps, int) else 0
     costs = replace(costs, interval_steps=steps)
@@ -362,6 +375,8 @@ def _costs(
     )
     stored_every_s = _stored_every_s(job, step_s, sources)
     slower = slower_of(options, sources)
+    popularity = _popularity(options, sizes.experts_per_layer, sources)
+    survives = _survives(options, job, popularity, gpus, sizes.experts_per_layer, sources)
     return AssumedCosts(
         expert_bytes=sizes.expert_bytes,
         other_bytes=sizes.other_bytes,
@@ -376,7 +391,8 @@ def _costs(
         ),
         stored_every_s=stored_every_s,
         slower=slower,
-        popularity=_popularity(options, sizes.experts_per_layer, sources),
+        popularity=popularity,
+        survives=survives,
         frozen_saves=_frozen_saves(options, sources),
     )
 
@@ -487,6 +503,24 @@ def _popularity(options: argparse.Namespace, experts: int, sources: Sources) -> 
     return popularity
 
 
+def _survives(
+    options: argparse.Namespace,
+    job: MoETrainingJob,
+    popularity: tuple[float, ...],
+    gpus: int,
+    experts: int,
+    sources: Sources,
+) -> Survives | None:
+    """Survival of the job's experts in seats, for as many nodes as are simulated."""
+    survives = survives_in_seats(job, popularity or (1 / experts,) * experts)
+    if survives is not None:
+        nodes = gpus // job.spec.nproc_per_node
+        chances = ", ".join(f"{survives(nodes, lost):.0%}" for lost in (1, 2, 3) if lost <= nodes)
+        source = JOB if not options.skewness else f"the job, and {FLAG}"
+        sources.explain("experts in seats outlive 1, 2, 3 lost nodes", chances, source)
+    return survives
+
+
 def _frozen_saves(options: argparse.Namespace, sources: Sources) -> float:
     """Portion of a step that frozen experts save where a window is repeated."""
     if options.frozen_saves is None:
@@ -552,6 +586,7 @@ def _cluster(
         reform_s=reform_s,
         join_wait_s=job.spec.failure_policy.join_wait_seconds,
         least_nodes=job.spec.least_nodes if job.spec.may_shrink and not options.gpus else 1,
+        copy_nodes=1 if options.gpus else job.spec.copy_nodes,
     )
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
 
 from holdfast_cli.planner.effective_time.assumed_policies import (
-    OF_SCRIPTS,
     WINDOW_MAX,
     AssumedCosts,
     PolicyKind,
@@ -121,7 +120,7 @@ def compare_levers(
                 noise=max(2 * error, NEGLIGIBLE),
                 lost_tokens=lost,
                 every_steps=_every(other),
-                of_script=changed.kind in OF_SCRIPTS,
+                of_script=other.of_script,
             )
         )
     return Levers(
@@ -193,17 +192,32 @@ _NAMES = {
 }
 
 
+_NAMES_IN_SEATS = {
+    PolicyKind.ELASTIC: _NAMES[PolicyKind.FULL],
+    PolicyKind.FEWER_GRADS: _NAMES[PolicyKind.SPARSE_GRADS],
+}
+"""Other names, where the experts of the job are in seats."""
+
+
 def _policies(job: JobSetting, possible: frozenset[PolicyKind]) -> Iterator[tuple[str, JobSetting]]:
     """Other policies, with the interval of the job; those of windows choose their length."""
-    windows = job.kind is PolicyKind.SPARSE_GRADS
-    fewer = PolicyKind.FEWER_GRADS if windows else PolicyKind.FEWER
-    others = [*sorted(possible), fewer, PolicyKind.ELASTIC]
+    seated = job.costs.survives is not None
+    if seated:
+        others = sorted(possible)
+    else:
+        windows = job.kind is PolicyKind.SPARSE_GRADS
+        fewer = PolicyKind.FEWER_GRADS if windows else PolicyKind.FEWER
+        others = [*sorted(possible), fewer, PolicyKind.ELASTIC]
     if job.workload.stages > 1:
         others.append(PolicyKind.STAGES)
     for kind in dict.fromkeys(others):
         if kind is not job.kind:
             costs = replace(job.costs, window_steps=0) if kind in WINDOWED else job.costs
-            yield _NAMES[kind], replace(job, kind=kind, costs=costs)
+            name = _NAMES_IN_SEATS.get(kind) if seated else None
+            yield name or _NAMES[kind], replace(job, kind=kind, costs=costs)
+    if seated and job.cluster.least_nodes == job.cluster.nodes > 1:
+        fewer_nodes = replace(job.cluster, least_nodes=job.cluster.nodes - 1)
+        yield f"minNodes: {fewer_nodes.least_nodes}", replace(job, cluster=fewer_nodes)
 
 
 def _windows(job: JobSetting, rate_s: float) -> Iterator[tuple[str, JobSetting]]:

@@ -12,6 +12,7 @@ from holdfast_cli.planner.effective_time.runs import TrainingRun, simulate_runs
 from holdfast_cli.planner.models.model_sizes import ModelSizes
 from holdfast_cli.planner.models.policy_comparison import Assumptions
 from holdfast_cli.planner.models.recommending import DETECT_S, FAILURES, RESTART_S, RUNS
+from holdfast_cli.planner.models.seated_experts import fewest_nodes, survives_in_seats
 from holdfast_cli.planner.seeds import generator
 from holdfast_cli.planner.simulation.inputs import (
     REFORM_S,
@@ -41,6 +42,7 @@ def levers_of_plan(job: MoETrainingJob, sizes: ModelSizes, assumed: Assumptions)
     workload = Workload(
         step_s=assumed.step_s, stages=spec.parallelism.pp, micro_batches=spec.parallelism.pp
     )
+    experts = max(len(units) for units in sizes.by_layer.values())
     cluster = Cluster(
         nodes=spec.nodes,
         spares=spec.failure_policy.spares,
@@ -50,12 +52,13 @@ def levers_of_plan(job: MoETrainingJob, sizes: ModelSizes, assumed: Assumptions)
         node_losses=node_s / (node_s + process_s),
         reform_s=REFORM_S,
         join_wait_s=spec.failure_policy.join_wait_seconds,
-        least_nodes=spec.least_nodes if spec.may_shrink else 1,
+        least_nodes=spec.least_nodes if spec.may_shrink else fewest_nodes(job, experts),
+        copy_nodes=spec.copy_nodes,
     )
     costs = AssumedCosts(
         expert_bytes=sum(sizes.experts.values()),
         other_bytes=sizes.other_bytes,
-        experts_per_layer=max(len(units) for units in sizes.by_layer.values()),
+        experts_per_layer=experts,
         moe_layers=len(sizes.by_layer),
         copy_bytes_s=assumed.copy_bytes_s,
         network_bytes_s=assumed.network_bytes_s,
@@ -64,6 +67,7 @@ def levers_of_plan(job: MoETrainingJob, sizes: ModelSizes, assumed: Assumptions)
         group_nodes=min(spec.redundancy.group_size(spec.nodes), spec.nodes),
         stored_every_s=stored_every_s(job, assumed.step_s),
         slower=SLOWER,
+        survives=survives_in_seats(job, (1 / experts,) * experts),
     )
 
     def simulate(model: PolicyModel, workload: Workload, cluster: Cluster) -> list[TrainingRun]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from holdfast_cli.planner.effective_time.assumed_policies import (
     MEANINGS,
-    OF_SCRIPTS,
+    SEATED,
     SHRINKING,
     PolicyKind,
 )
@@ -93,7 +93,7 @@ def simulation_view(
 def _name(each: Simulated) -> str:
     if not each.model.built:
         return f"{each.kind} *"
-    return f"{each.kind} +" if each.kind in OF_SCRIPTS else each.kind.value
+    return f"{each.kind} +" if each.model.of_script else each.kind.value
 
 
 def _rate_name(mtbf_s: float | None) -> str:
@@ -236,12 +236,12 @@ def _notes(inputs: Inputs, simulated: Sequence[Simulated]) -> list[Text]:
     kinds = dict.fromkeys(each.kind for each in simulated)
     notes = [f"{kind + ':':<14} {MEANINGS[kind]}" for kind in kinds]
     lacking = [kind for kind in kinds if kind in SHRINKING]
-    if lacking and not inputs.possible & SHRINKING:
+    if lacking and not inputs.possible & (SHRINKING | SEATED):
         named = " and ".join(lacking) + (" are" if len(lacking) > 1 else " is")
         notes.append(f"               this job has no minNodes, so that {named} not recommended")
     if any(not each.model.built for each in simulated):
         notes.append("*              not in this version: shown to compare, never recommended")
-    if any(each.kind in OF_SCRIPTS for each in simulated):
+    if any(each.model.of_script for each in simulated):
         notes.append(
             "+              takes a script written for it: shown to compare, not recommended"
         )
