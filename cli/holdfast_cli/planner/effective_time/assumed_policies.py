@@ -79,7 +79,7 @@ SHRINKING = frozenset({PolicyKind.FEWER, PolicyKind.FEWER_GRADS})
 
 
 SEATED = frozenset(
-    {PolicyKind.PARTIAL, PolicyKind.SELECTIVE, PolicyKind.ELASTIC, PolicyKind.FEWER_GRADS}
+    {PolicyKind.PARTIAL, PolicyKind.SELECTIVE, PolicyKind.ELASTIC, PolicyKind.SPARSE_GRADS}
 )
 """What jobs whose experts are in seats can ask for: all of these continue from copies that live."""
 
@@ -186,6 +186,11 @@ def policy_models(
     }
     if costs.survives is None:
         return models
+    # Any line is restored as by another world.
+    catch_up_s = models[PolicyKind.FEWER_GRADS].catch_up_s
+    models[PolicyKind.SPARSE_GRADS] = replace(
+        models[PolicyKind.SPARSE_GRADS], catch_up_s=catch_up_s
+    )
     in_seats = {
         kind: replace(
             models[kind], after_loss=AfterLoss.LIVE, survives=costs.survives, of_script=False

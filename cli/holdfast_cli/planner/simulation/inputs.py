@@ -268,7 +268,7 @@ def possible_policies(job: MoETrainingJob) -> frozenset[PolicyKind]:
     """Policies that the job can ask for. With `minNodes` below `nodes` whole snapshots are
     simulated, and windows of gradients; sparse windows need every step."""
     if job.spec.elastic is not None:
-        windows = {PolicyKind.FEWER_GRADS}
+        windows = {PolicyKind.SPARSE_GRADS}
         kinds = set(SEATED) - windows
     elif job.spec.may_shrink:
         kinds, windows = {PolicyKind.FEWER}, {PolicyKind.FEWER_GRADS}
@@ -300,14 +300,13 @@ def job_setting(
                 if policy.adapts
                 else replace(costs, window_steps=policy.window_steps)
             )
-    if kind is PolicyKind.SPARSE_GRADS and (job.spec.may_shrink or job.spec.elastic is not None):
-        kind = PolicyKind.FEWER_GRADS
-    elif job.spec.elastic is not None:
+    if job.spec.elastic is not None:
         kind = PolicyKind.ELASTIC if kind is PolicyKind.FULL else kind
+        if not job.spec.may_shrink:  # Processes wait with their copies.
+            cluster = replace(cluster, least_nodes=cluster.nodes)
     elif job.spec.may_shrink:
-        kind = PolicyKind.FEWER
-    if job.spec.elastic is not None and not job.spec.may_shrink:
-        cluster = replace(cluster, least_nodes=cluster.nodes)  # Processes wait with their copies.
+        windows = kind is PolicyKind.SPARSE_GRADS
+        kind = PolicyKind.FEWER_GRADS if windows else PolicyKind.FEWER
     interval = job.spec.snapshot.interval
     steps = interval.steps if isinstance(interval.steps, int) else 0
     costs = replace(costs, interval_steps=steps)

@@ -192,13 +192,6 @@ _NAMES = {
 }
 
 
-_NAMES_IN_SEATS = {
-    PolicyKind.ELASTIC: _NAMES[PolicyKind.FULL],
-    PolicyKind.FEWER_GRADS: _NAMES[PolicyKind.SPARSE_GRADS],
-}
-"""Other names, where the experts of the job are in seats."""
-
-
 def _policies(job: JobSetting, possible: frozenset[PolicyKind]) -> Iterator[tuple[str, JobSetting]]:
     """Other policies, with the interval of the job; those of windows choose their length."""
     seated = job.costs.survives is not None
@@ -213,8 +206,8 @@ def _policies(job: JobSetting, possible: frozenset[PolicyKind]) -> Iterator[tupl
     for kind in dict.fromkeys(others):
         if kind is not job.kind:
             costs = replace(job.costs, window_steps=0) if kind in WINDOWED else job.costs
-            name = _NAMES_IN_SEATS.get(kind) if seated else None
-            yield name or _NAMES[kind], replace(job, kind=kind, costs=costs)
+            name = PolicyKind.FULL if seated and kind is PolicyKind.ELASTIC else kind
+            yield _NAMES[name], replace(job, kind=kind, costs=costs)
     if seated and job.cluster.least_nodes == job.cluster.nodes > 1:
         fewer_nodes = replace(job.cluster, least_nodes=job.cluster.nodes - 1)
         yield f"minNodes: {fewer_nodes.least_nodes}", replace(job, cluster=fewer_nodes)

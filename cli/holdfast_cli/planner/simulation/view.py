@@ -12,7 +12,6 @@ from rich.text import Text
 
 from holdfast_cli.planner.effective_time.assumed_policies import (
     MEANINGS,
-    SEATED,
     SHRINKING,
     PolicyKind,
 )
@@ -236,7 +235,7 @@ def _notes(inputs: Inputs, simulated: Sequence[Simulated]) -> list[Text]:
     kinds = dict.fromkeys(each.kind for each in simulated)
     notes = [f"{kind + ':':<14} {MEANINGS[kind]}" for kind in kinds]
     lacking = [kind for kind in kinds if kind in SHRINKING]
-    if lacking and not inputs.possible & (SHRINKING | SEATED):
+    if lacking and not inputs.possible & SHRINKING and inputs.costs.survives is None:
         named = " and ".join(lacking) + (" are" if len(lacking) > 1 else " is")
         notes.append(f"               this job has no minNodes, so that {named} not recommended")
     if any(not each.model.built for each in simulated):

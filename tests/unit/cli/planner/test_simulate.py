@@ -122,6 +122,32 @@ def test_only_what_the_job_can_ask_for_is_recommended(
     assert "recommended: sparse-grads" in catches_up
 
 
+def test_a_job_with_experts_in_seats_continues_from_their_copies(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four experts on four nodes, each on two: of the six pairs of nodes, two hold all copies of
+    some expert."""
+    seats = "{dp: 8}\n  elastic: {seatsPerRank: 1, placement: Recovery}"
+    job.write_text(JOB.replace("{dp: 8, ep: 8}", seats).replace("numExperts: 16", "numExperts: 4"))
+    # A node is lost every 100 s, and back after 10 s. The job waits for it without minNodes, and
+    # goes on after 11 s; it repeats half a step first, and then nine tenths each time.
+    trace = job.parent / "trace.csv"
+    trace.write_text("".join(f"{at},-1\n{at + 10},1\n" for at in range(105, 900, 100)))
+    arguments = ("--trace", trace, "--length", "1000s", "--step-seconds", "10", "--spares", "0")
+    arguments += ("--detect-seconds", "2", "--restart-seconds", "8", "--reform-seconds", "1")
+    arguments += ("--slower-percent", "0", "--expert-bytes", "1M", "--other-bytes", "1M")
+    found = decoded(capsys, job, *arguments, "--policies", "full,elastic", *QUICK)
+    assert source_of(found, "experts in seats outlive 1, 2, 3 lost nodes") == (
+        "100%, 67%, 0%",
+        "the job",
+    )
+    assert found["as_it_is"]["policy"] == "elastic"
+    assert found["as_it_is"]["ettr"] == pytest.approx(0.844)
+    assert "minNodes: 3" in {lever["change"] for lever in found["levers"]}
+    text = printed(capsys, job, "--spares", "50", "--policies", "full,elastic", *QUICK)
+    assert "recommended: elastic:" in text and "a script written for it" not in text
+
+
 def test_a_trace_is_replayed(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,71 @@ def test_losing_as_many_nodes_at_once_as_there_are_copies_takes_a_snapshot(trace
     assert run.seconds[Activity.REDOING] == pytest.approx(55)
 
 
+@pytest.mark.parametrize(
+    ("trace", "asked"), [("355,-1", (4, 1)), ("355,-2", (4, 2)), ("355,0", (4, 1))]
+)
+@pytest.mark.parametrize("survives", [0.0, 1.0])
+def test_experts_in_seats_cost_a_reconfiguration_or_a_rollback(
+    trace: str, asked: tuple[int, int], survives: float
+) -> None:
+    """2 s until it is known; then 1 s and half a step again, or 5 s and 5.5 steps. Processes that
+    end take the copies of a node with them."""
+    live = replace(
+        FULL,
+        after_loss=AfterLoss.LIVE,
+        survives=lambda nodes, lost: survives if (nodes, lost) == asked else 0.5,
+    )
+    assert spent(traced(trace, live, replace(CLUSTER, reform_s=1))) == {
+        Activity.DETECTING: 2,
+        Activity.RESTARTING: 1 if survives else 5,
+        Activity.REDOING: 5 if survives else 55,
+        Activity.TRAINING: 992 if survives else 938,
+    }
+
+
+def test_experts_live_on_as_often_as_their_plan_says() -> None:
+    live = replace(FULL, after_loss=AfterLoss.LIVE, survives=lambda nodes, lost: 0.25)
+    incidents = parse_trace("355,-2")
+    runs = [
+        simulate_run(live, WORKLOAD, CLUSTER, incidents, length_s=400, draw=draw_of(seed))
+        for seed in range(400)
+    ]
+    assert sum(1 - run.restored for run in runs) == pytest.approx(100, abs=30)
+
+
+def test_seats_are_those_of_the_nodes_that_trained_before_the_loss() -> None:
+    """Of four nodes one is lost, and later one of the other three."""
+    asked = []
+
+    def survives(nodes: int, lost: int) -> float:
+        asked.append((nodes, lost))
+        return 1.0
+
+    live = replace(FULL, after_loss=AfterLoss.LIVE, survives=survives)
+    traced("355,-1\n600,-1", live, replace(CLUSTER, spares=0, reform_s=1))
+    assert asked == [(4, 1), (3, 1)]
+
+
+def test_no_tokens_are_lost_where_copies_live() -> None:
+    (level,) = FULL.levels
+    lossy = replace(FULL, levels=(replace(level, lost_tokens=2.0),), after_loss=AfterLoss.LIVE)
+    assert traced("355,-1", lossy).lost_tokens == 0
+    assert traced("355,-2", lossy).lost_tokens > 0
+
+
+def test_only_whole_copies_of_the_model_train() -> None:
+    """Of four nodes, two for a copy, one is lost: two train until both others are there."""
+    fewer = replace(FULL, after_loss=AfterLoss.FEWER)
+    cluster = replace(CLUSTER, spares=0, join_wait_s=20, copy_nodes=2)
+    run = traced("355,-1\n600,1", fewer, cluster)
+    assert run.seconds[Activity.REDOING] == pytest.approx(55 * 2)
+    assert run.seconds[Activity.SMALLER] == pytest.approx((620 - 362 - 110) / 2)
+    # With another one lost meanwhile the same two train, and one that comes back waits.
+    run = traced("355,-1\n500,-1\n700,1", fewer, cluster)
+    assert run.seconds[Activity.WAITING] == 0
+    assert run.seconds[Activity.RESTARTING] == pytest.approx(5 + 5)
+
+
 def test_a_window_begins_one_and_a_half_windows_back_on_average() -> None:
     """After 35.5 steps the newest complete window of 10 is that of steps 20 to 30."""
     sparse = PolicyModel(name="sparse", levels=FULL.levels, window_steps=10)
