@@ -144,8 +144,8 @@ def main() -> None:
                 time.sleep(PACE_S)
                 train(pipeline, model, optimizer, int(step), range(plan.start, plan.end))
                 line = {"step": int(step), "epoch": session.epoch, "size": world.size}
-                line |= {"stage": pipeline.stage, "state": digest(model, optimizer)}
-                log.write(json.dumps(line) + "\n")
+                state = {"stage": pipeline.stage, "state": digest(model, optimizer)}
+                log.write(json.dumps({**line, **state}) + "\n")
 
 
 if __name__ == "__main__":

@@ -133,9 +133,18 @@ def test_a_job_with_experts_in_seats_continues_from_their_copies(
     # goes on after 11 s; it repeats half a step first, and then nine tenths each time.
     trace = job.parent / "trace.csv"
     trace.write_text("".join(f"{at},-1\n{at + 10},1\n" for at in range(105, 900, 100)))
-    arguments = ("--trace", trace, "--length", "1000s", "--step-seconds", "10", "--spares", "0")
-    arguments += ("--detect-seconds", "2", "--restart-seconds", "8", "--reform-seconds", "1")
-    arguments += ("--slower-percent", "0", "--expert-bytes", "1M", "--other-bytes", "1M")
+    arguments: list[str | Path] = [
+        "--trace",
+        trace,
+        "--length",
+        "1000s",
+        "--step-seconds",
+        "10",
+        "--spares",
+        "0",
+    ]
+    arguments += ["--detect-seconds", "2", "--restart-seconds", "8", "--reform-seconds", "1"]
+    arguments += ["--slower-percent", "0", "--expert-bytes", "1M", "--other-bytes", "1M"]
     found = decoded(capsys, job, *arguments, "--policies", "full,elastic", *QUICK)
     assert source_of(found, "experts in seats outlive 1, 2, 3 lost nodes") == (
         "100%, 67%, 0%",
