@@ -17,12 +17,12 @@ from fault_files import fail_at, pending_faults
 from local_jobs import PATIENT, make_job, short_folder
 from step_logs import newest_line
 
-from holdfast._elastic.staying_groups import can_stay
+from holdfast._elastic.connections import why_not
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.reconciler.observe.counters import Outcome
 
-pytestmark = pytest.mark.skipif(not can_stay("gloo"), reason="this torch cannot do it")
+pytestmark = pytest.mark.skipif(bool(why_not("gloo")), reason="this torch cannot do it")
 
 WAIT_S = 100.0
 RANKS = 4
