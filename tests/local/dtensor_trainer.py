@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from played_nccl import play_nccl
 from staying_trainer import Faults
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -123,13 +124,17 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--constructs", action="store_true", help="make a DDP in each world")
+    parser.add_argument("--backend", default="gloo", help="with nccl in it: gloo plays NCCL")
     parser.add_argument("--pace", type=float, default=PACE_S, help="pause in each step, in s")
     args = parser.parse_args()
     torch.set_num_threads(1)
     faults = Faults(args.directory, int(os.environ["RANK"]))
     watch_collectives(faults)
 
-    world = holdfast.elastic.init("gloo")
+    with_nccl = "nccl" in args.backend
+    if with_nccl:
+        play_nccl("cpu")
+    world = holdfast.elastic.init(args.backend, nccl_stays=with_nccl)
     model: Any = Model(faults.at)
     if args.layout == "ddp":
         model = world.ddp(model)

@@ -162,6 +162,8 @@ PAIR = [(0, "forward", "SIGKILL"), (1, "in-reduce-scatter", "SIGKILL")]
 """All ranks of a group that the script has made late, at one time."""
 IN_CONSTRUCTOR = [(1, "backward", "SIGKILL"), (2, "before-broadcast", "SIGKILL")]
 """The second rank dies in the first step of the next world, where a DDP is made."""
+NCCL, BOTH = ("--backend", "nccl"), ("--backend", "cpu:nccl,cuda:gloo")
+"""Rows in which gloo plays NCCL (`played_nccl`)."""
 ROWS = {
     "fsdp2": ("fsdp2", (), [[(1, "forward", "SIGKILL")], [(3, "backward", "SIGKILL")]]),
     "fsdp2, everywhere": ("fsdp2", (), one_by_one(POINTS)),
@@ -177,6 +179,12 @@ ROWS = {
     "fsdp2, a constructor": ("fsdp2", ("--constructs",), [IN_CONSTRUCTOR]),
     "hsdp": ("hsdp", (), one_by_one(POINTS)),
     "tp": ("tp", (), one_by_one(POINTS)),
+    "fsdp2, nccl": ("fsdp2", NCCL, one_by_one(POINTS)),
+    "fsdp2, nccl, collectives": ("fsdp2", NCCL, one_by_one(COLLECTIVES)),
+    "fsdp2, nccl, hangs": ("fsdp2", NCCL, one_by_one(("backward", "in-all-gather"), "SIGSTOP")),
+    "hsdp, nccl beside gloo": ("hsdp", BOTH, one_by_one(POINTS)),
+    "tp, nccl beside gloo": ("tp", BOTH, one_by_one(("forward", "in-reduce-scatter"))),
+    "ddp, nccl": ("ddp", NCCL, one_by_one(POINTS)),
     "ddp, a constructor": ("ddp", ("--constructs",), [IN_CONSTRUCTOR]),
 }
 SHORT = ("fsdp2",)

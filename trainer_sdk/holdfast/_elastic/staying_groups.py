@@ -118,6 +118,15 @@ class WorldStore(Store):
         """Use `store` from now on; None until the next world."""
         self._now = store
 
+    @contextmanager
+    def of(self, store: Store) -> Iterator[None]:
+        """Use `store` within the block."""
+        kept, self._now = self._now, store
+        try:
+            yield
+        finally:
+            self._now = kept
+
     def set(self, key: str, value: Any) -> None:
         self._here().set(key, value)
 
@@ -264,15 +273,7 @@ class StayingGroups:
         """Destroy all groups, and let torch make groups as usual. A world that follows begins
         without groups, as in a new process."""
         self.leave()
-        if self._nccl_stays:
-            self._store.enter(HashStore())
-            connections.close_for_good(
-                self._connected(),
-                epoch=_LAST + self._epoch,
-                timeout_s=self.form_s,
-                local_rank=self._local_rank,
-            )
-            self._store.enter(None)
+        self._abandon(self._connected())
         self._rank, self._size, self._step = 0, 0, 0
         held = [each.group for each in self._groups.values() if each.group is not None]
         self._groups.clear()
@@ -367,6 +368,8 @@ class StayingGroups:
                 # As if it had not been made: all ranks shall give it the same name next time.
                 del self._groups[name]
                 c10d._world.pg_group_ranks[group.group] = {}
+                connections.close([group.group])
+                self._abandon([group.group])
                 dist.destroy_process_group(group.group)
                 c10d._world.group_count -= 1
                 raise
@@ -486,6 +489,17 @@ class StayingGroups:
             local_rank=self._local_rank,
         )
         set_timeout(group.group, group.statement.timeout_s)
+
+    def _abandon(self, abandoned: Sequence[dist.ProcessGroup]) -> None:
+        """Make closed groups safe to destroy, whatever has become of their other ranks."""
+        if self._nccl_stays:
+            with self._store.of(HashStore()):
+                connections.close_for_good(
+                    abandoned,
+                    epoch=_LAST + self._epoch,
+                    timeout_s=self.form_s,
+                    local_rank=self._local_rank,
+                )
 
     def _handles_of(
         self, statement: GroupStatement, of_ranks: Sequence[dict[str, list[str]]]
