@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from played_nccl import play_nccl
 from staying_trainer import Faults
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,6 +31,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit/sdk/helpers"))
 
 WIDTH, BATCH, BLOCKS = 16, 8, 3
 LATE = 4
@@ -133,6 +135,8 @@ def main() -> None:
 
     with_nccl = "nccl" in args.backend
     if with_nccl:
+        from played_nccl import play_nccl  # needs torch 2.15
+
         play_nccl("cpu")
     world = holdfast.elastic.init(args.backend, nccl_stays=with_nccl)
     model: Any = Model(faults.at)
