@@ -14,6 +14,8 @@ lost ranks start again. In a script without `world`, all processes start again.
 
 from __future__ import annotations
 
+import torch
+
 from holdfast._daemon.following import WorldFollower
 from holdfast._elastic.ddp import WorldDDP
 from holdfast._elastic.pipeline import Pipeline
@@ -38,7 +40,7 @@ TIMEOUT_S = 600.0
 
 
 def init(
-    backend: str,
+    backend: str | None = None,
     *,
     stay: bool = True,
     any_size: bool = False,
@@ -55,7 +57,8 @@ def init(
     rank must build its model from the seed.
 
     Args:
-        backend: "gloo", "nccl", or both as "cpu:gloo,cuda:nccl".
+        backend: "gloo", "nccl", or both for different devices: "cpu:gloo,cuda:nccl". None: both if
+            there is a CUDA device, and otherwise gloo.
         stay: False lets this process end with its world, as it does without a daemon.
         any_size: True if the script can continue in a world of any size. It must then read
             `world.rank` and `world.size` again after each recovery (`step.resumed`). If False,
@@ -74,6 +77,8 @@ def init(
     """
     environment = read_environment()
     set_exit_codes()
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     following = None
     if stay and environment.socket is not None:
         following = WorldFollower(

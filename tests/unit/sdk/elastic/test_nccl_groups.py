@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from two_worlds import LOST, RANKS, Process, run_worlds, total_of
 
+from holdfast import elastic
 from holdfast._elastic import connections
 from holdfast._elastic.connections import Begun, finish, why_not
 from holdfast._elastic.session import reset_sharded
@@ -150,6 +151,21 @@ def test_who_asks_for_it_in_vain_learns_what_to_change() -> None:
         with pytest.raises(InvalidJobError, match=r"nccl_stays=True\), or set HOLDFAST_NCCL_STAYS"):
             world.sharded(nn.Identity)
     assert make_world("nccl").why_groups_go  # it ends with its world
+
+
+def test_without_a_backend_there_is_one_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[str]()
+    real = dist.init_process_group
+
+    def form(backend: str, **named: Any) -> None:
+        made.append(backend)
+        real("gloo", **named)
+
+    monkeypatch.setattr(dist, "init_process_group", form)
+    for has_device in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has=has_device: has)
+        elastic.init().close()
+    assert made == ["gloo", "cpu:gloo,cuda:nccl"]
 
 
 # --- worlds that change ---------------------------------------------------------------------------
