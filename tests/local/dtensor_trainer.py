@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from staying_trainer import Faults
+from staying_trainer import Faults, watch_calls
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -132,6 +132,7 @@ def main() -> None:
     torch.set_num_threads(1)
     faults = Faults(args.directory, int(os.environ["RANK"]))
     watch_collectives(faults)
+    watch_calls(faults)
 
     with_nccl = "nccl" in args.backend
     if with_nccl:

@@ -162,6 +162,20 @@ PAIR = [(0, "forward", "SIGKILL"), (1, "in-reduce-scatter", "SIGKILL")]
 """All ranks of a group that the script has made late, at one time."""
 IN_CONSTRUCTOR = [(1, "backward", "SIGKILL"), (2, "before-broadcast", "SIGKILL")]
 """The second rank dies in the first step of the next world, where a DDP is made."""
+HUNG_CONSTRUCTOR = [(1, "backward", "SIGKILL"), (2, "before-broadcast", "SIGSTOP")]
+SAVES = ("before-grant", "after-grant", "before-commit", "after-commit")
+REFORMS = [
+    [(first, "backward", "SIGKILL"), (second, point, "SIGKILL")]
+    for first, second, point in ((0, 1, "before-leave"), (1, 2, "in-form"), (2, 3, "after-form"))
+]
+"""A second rank dies while the world is formed again after the first one."""
+HANGS = [
+    [(1, "before-optimizer", "SIGSTOP")],
+    [(2, "after-optimizer", "SIGSTOP")],
+    [(3, "before-commit", "SIGSTOP")],
+    [(0, "forward", "SIGKILL"), (1, "in-form", "SIGSTOP")],
+]
+"""Hangs in the optimizer, while a snapshot is saved, and while the world is formed again."""
 NCCL, BOTH = ("--backend", "nccl"), ("--backend", "cpu:nccl,cuda:gloo")
 """Rows in which gloo plays NCCL (`played_nccl`)."""
 ROWS = {
@@ -177,6 +191,10 @@ ROWS = {
     "fsdp2, collectives": ("fsdp2", (), one_by_one(COLLECTIVES)),
     "fsdp2, collectives hang": ("fsdp2", (), one_by_one(COLLECTIVES[::2], "SIGSTOP")),
     "fsdp2, a constructor": ("fsdp2", ("--constructs",), [IN_CONSTRUCTOR]),
+    "fsdp2, a constructor hangs": ("fsdp2", ("--constructs",), [HUNG_CONSTRUCTOR]),
+    "fsdp2, saves": ("fsdp2", (), one_by_one(SAVES)),
+    "fsdp2, reforms": ("fsdp2", (), REFORMS),
+    "fsdp2, hangs elsewhere": ("fsdp2", (), HANGS),
     "hsdp": ("hsdp", (), one_by_one(POINTS)),
     "tp": ("tp", (), one_by_one(POINTS)),
     "fsdp2, nccl": ("fsdp2", NCCL, one_by_one(POINTS)),
