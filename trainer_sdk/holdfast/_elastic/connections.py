@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -120,7 +120,7 @@ def connect(
         options: Any = c10d.ReconfigureOptions()  # type: ignore[attr-defined]  # torch 2.15
         options.uuid, options.timeout = epoch, timedelta(seconds=timeout_s)
         options.handles = [each[at] for each in handles]
-        with _on_own_device(local_rank):
+        with _on_own_device(local_rank) if _is_nccl(backend) else nullcontext():
             backend.reconfigure(options).wait()
 
 
@@ -176,10 +176,11 @@ def finish(finished: Iterable[Any]) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
     for backend in _nccl_backends(finished):
-        error = backend.get_error()
-        if error.name != "SUCCESS":
+        ask = getattr(backend, "get_error", None)  # older versions of torch lack it
+        error = ask().name if ask is not None else "SUCCESS"
+        if error != "SUCCESS":
             raise UnreachableError(
-                f"a collective of NCCL was ended before it had a result ({error.name})"
+                f"a collective of NCCL was ended before it had a result ({error})"
             )
 
 
@@ -212,7 +213,11 @@ def _backends(group: Any) -> list[Any]:
 def _nccl_backends(of_groups: Iterable[Any]) -> Iterator[Any]:
     for group in of_groups:
         with suppress(RuntimeError):  # it was destroyed meanwhile
-            yield from (each for each in _backends(group) if each.name() in _NCCL)
+            yield from filter(_is_nccl, _backends(group))
+
+
+def _is_nccl(backend: Any) -> bool:
+    return backend.name() in _NCCL
 
 
 @contextmanager
