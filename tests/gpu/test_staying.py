@@ -1,5 +1,5 @@
-"""Processes that stay, on a device: in worlds of one rank with NCCL, and in worlds of two ranks with
-gloo, since NCCL refuses two ranks on one device.
+"""Processes that stay, on a device: worlds of one rank with NCCL, and of two ranks with gloo, since
+NCCL refuses two ranks on one device.
 
 On a machine without a device, gloo plays NCCL (`played_nccl`), if torch can keep groups there.
 """

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import ErrorType  # type: ignore[attr-defined]  # torch 2.15
+from torch._C._distributed_c10d import ErrorType
 
 from holdfast._elastic import groups
 
@@ -74,7 +74,7 @@ class PlayedNCCL(dist.ProcessGroupGloo):
         self._used.add(options.uuid)
         self.calls.append(f"reconfigure {len(options.handles)}")
         # The calls of the store are those of torch, with names and values of the same forms.
-        store = dist.PrefixStore(f"nccl2_reconfigure/{options.uuid}", self._store)  # type: ignore[attr-defined]
+        store: Any = dist.PrefixStore(f"nccl2_reconfigure/{options.uuid}", self._store)  # type: ignore[attr-defined]
         first, own = options.handles[0], self.get_reconfigure_handle()
         if first == own:
             claimed = store.compare_set("claimed", "", own)
@@ -120,7 +120,7 @@ def play_nccl(device: str) -> None:
         lambda options, _: PlayedNCCL(options),
         extended_api=True,
         devices=[device],
-        _backend_type=dist.ProcessGroup.BackendType.NCCL,  # type: ignore[call-arg]  # torch 2.15
+        _backend_type=dist.ProcessGroup.BackendType.NCCL,
     )
 
 
