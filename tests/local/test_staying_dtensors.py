@@ -162,7 +162,6 @@ PAIR = [(0, "forward", "SIGKILL"), (1, "in-reduce-scatter", "SIGKILL")]
 """All ranks of a group that the script has made late, at one time."""
 IN_CONSTRUCTOR = [(1, "backward", "SIGKILL"), (2, "before-broadcast", "SIGKILL")]
 """The second rank dies in the first step of the next world, where a DDP is made."""
-HUNG_CONSTRUCTOR = [(1, "backward", "SIGKILL"), (2, "before-broadcast", "SIGSTOP")]
 SAVES = ("before-grant", "after-grant", "before-commit", "after-commit")
 REFORMS = [
     [(first, "backward", "SIGKILL"), (second, point, "SIGKILL")]
@@ -191,7 +190,6 @@ ROWS = {
     "fsdp2, collectives": ("fsdp2", (), one_by_one(COLLECTIVES)),
     "fsdp2, collectives hang": ("fsdp2", (), one_by_one(COLLECTIVES[::2], "SIGSTOP")),
     "fsdp2, a constructor": ("fsdp2", ("--constructs",), [IN_CONSTRUCTOR]),
-    "fsdp2, a constructor hangs": ("fsdp2", ("--constructs",), [HUNG_CONSTRUCTOR]),
     "fsdp2, saves": ("fsdp2", (), one_by_one(SAVES)),
     "fsdp2, reforms": ("fsdp2", (), REFORMS),
     "fsdp2, hangs elsewhere": ("fsdp2", (), HANGS),
