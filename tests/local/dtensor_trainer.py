@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from staying_trainer import Faults
+from staying_trainer import Faults, watch_calls
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +31,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit/sdk/helpers"))
 
 WIDTH, BATCH, BLOCKS = 16, 8, 3
 LATE = 4
@@ -123,13 +126,20 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--constructs", action="store_true", help="make a DDP in each world")
+    parser.add_argument("--backend", default="gloo", help="with nccl in it: gloo plays NCCL")
     parser.add_argument("--pace", type=float, default=PACE_S, help="pause in each step, in s")
     args = parser.parse_args()
     torch.set_num_threads(1)
     faults = Faults(args.directory, int(os.environ["RANK"]))
     watch_collectives(faults)
+    watch_calls(faults)
 
-    world = holdfast.elastic.init("gloo")
+    with_nccl = "nccl" in args.backend
+    if with_nccl:
+        from played_nccl import play_nccl  # needs torch 2.15
+
+        play_nccl("cpu")
+    world = holdfast.elastic.init(args.backend, nccl_stays=with_nccl)
     model: Any = Model(faults.at)
     if args.layout == "ddp":
         model = world.ddp(model)

@@ -31,8 +31,9 @@ from torch.utils.data import DataLoader
 import holdfast
 from holdfast._agree.exchange import GlooExchange
 from holdfast._daemon.client import GrpcClient
-from holdfast._elastic import groups
-from holdfast._elastic.staying_groups import StayingGroups, can_stay
+from holdfast._elastic import connections, groups
+from holdfast._elastic.connections import why_not
+from holdfast._elastic.staying_groups import StayingGroups
 from holdfast._elastic.world import World
 from holdfast._restoring import live
 from holdfast._session.protected import ProtectedSession
@@ -225,7 +226,10 @@ def watch_calls(faults: Faults) -> None:
         faults.before(leaves, "leave", "before-leave", "after-leave")
     for forms in (groups.MeetingPoint, StayingGroups):
         faults.before(forms, "form", "before-form", "after-form")
-    faults.before(dist, "_reconfigure" if can_stay("gloo") else "init_process_group", "in-form")
+    if why_not("gloo"):
+        faults.before(dist, "init_process_group", "in-form")
+    else:
+        faults.before(connections, "connect", "in-form")
     faults.before(World, "stand", "before-stand", "after-stand")
     faults.before(live.HandOver, "run", "before-hand-over", "after-hand-over")
     faults.before(live, "scatter", "before-scatter", "after-scatter")

@@ -12,10 +12,10 @@ from local_jobs import short_folder
 from test_fewer_nodes import START_S, Run, lose
 from test_same_batch import check, kill_in, lines_of, make_run
 
-from holdfast._elastic.staying_groups import can_stay
+from holdfast._elastic.connections import why_not
 from holdfast_core.states import RestoreSource
 
-pytestmark = pytest.mark.skipif(not can_stay("gloo"), reason="this torch cannot do it")
+pytestmark = pytest.mark.skipif(bool(why_not("gloo")), reason="this torch cannot do it")
 
 NODES = 3
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -17,12 +17,12 @@ from fault_files import fail_at, pending_faults
 from local_jobs import PATIENT, make_job, short_folder
 from step_logs import newest_line
 
-from holdfast._elastic.staying_groups import can_stay
+from holdfast._elastic.connections import why_not
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.reconciler.observe.counters import Outcome
 
-pytestmark = pytest.mark.skipif(not can_stay("gloo"), reason="this torch cannot do it")
+pytestmark = pytest.mark.skipif(bool(why_not("gloo")), reason="this torch cannot do it")
 
 WAIT_S = 100.0
 RANKS = 4
@@ -162,6 +162,21 @@ PAIR = [(0, "forward", "SIGKILL"), (1, "in-reduce-scatter", "SIGKILL")]
 """All ranks of a group that the script has made late, at one time."""
 IN_CONSTRUCTOR = [(1, "backward", "SIGKILL"), (2, "before-broadcast", "SIGKILL")]
 """The second rank dies in the first step of the next world, where a DDP is made."""
+SAVES = ("before-grant", "after-grant", "before-commit", "after-commit")
+REFORMS = [
+    [(first, "backward", "SIGKILL"), (second, point, "SIGKILL")]
+    for first, second, point in ((0, 1, "before-leave"), (1, 2, "in-form"), (2, 3, "after-form"))
+]
+"""A second rank dies while the world is formed again after the first one."""
+HANGS = [
+    [(1, "before-optimizer", "SIGSTOP")],
+    [(2, "after-optimizer", "SIGSTOP")],
+    [(3, "before-commit", "SIGSTOP")],
+    [(0, "forward", "SIGKILL"), (1, "in-form", "SIGSTOP")],
+]
+"""Hangs in the optimizer, while a snapshot is saved, and while the world is formed again."""
+NCCL, BOTH = ("--backend", "nccl"), ("--backend", "cpu:nccl,cuda:gloo")
+"""Rows in which gloo plays NCCL (`played_nccl`)."""
 ROWS = {
     "fsdp2": ("fsdp2", (), [[(1, "forward", "SIGKILL")], [(3, "backward", "SIGKILL")]]),
     "fsdp2, everywhere": ("fsdp2", (), one_by_one(POINTS)),
@@ -175,8 +190,17 @@ ROWS = {
     "fsdp2, collectives": ("fsdp2", (), one_by_one(COLLECTIVES)),
     "fsdp2, collectives hang": ("fsdp2", (), one_by_one(COLLECTIVES[::2], "SIGSTOP")),
     "fsdp2, a constructor": ("fsdp2", ("--constructs",), [IN_CONSTRUCTOR]),
+    "fsdp2, saves": ("fsdp2", (), one_by_one(SAVES)),
+    "fsdp2, reforms": ("fsdp2", (), REFORMS),
+    "fsdp2, hangs elsewhere": ("fsdp2", (), HANGS),
     "hsdp": ("hsdp", (), one_by_one(POINTS)),
     "tp": ("tp", (), one_by_one(POINTS)),
+    "fsdp2, nccl": ("fsdp2", NCCL, one_by_one(POINTS)),
+    "fsdp2, nccl, collectives": ("fsdp2", NCCL, one_by_one(COLLECTIVES)),
+    "fsdp2, nccl, hangs": ("fsdp2", NCCL, one_by_one(("backward", "in-all-gather"), "SIGSTOP")),
+    "hsdp, nccl beside gloo": ("hsdp", BOTH, one_by_one(POINTS)),
+    "tp, nccl beside gloo": ("tp", BOTH, one_by_one(("forward", "in-reduce-scatter"))),
+    "ddp, nccl": ("ddp", NCCL, one_by_one(POINTS)),
     "ddp, a constructor": ("ddp", ("--constructs",), [IN_CONSTRUCTOR]),
 }
 SHORT = ("fsdp2",)

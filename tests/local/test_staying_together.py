@@ -22,7 +22,7 @@ from local_jobs import PATIENT, make_job, short_folder
 from staying_moe_trainer import ASTRAY_FROM
 from world_sizes import is_recovered
 
-from holdfast._elastic.staying_groups import can_stay
+from holdfast._elastic.connections import why_not
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.states import RestoreSource
@@ -250,7 +250,7 @@ def test_experts_return_to_their_versions_in_every_process(policy: Any, redundan
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(not can_stay("gloo"), reason="this torch cannot do it")
+@pytest.mark.skipif(bool(why_not("gloo")), reason="this torch cannot do it")
 def test_parts_of_an_expert_return_to_one_version_in_all_processes() -> None:
     """Each rank has a part of each expert; only the lost rank's is lost, and all go back."""
     with started("--fsdp2", snapshot={"policy": PARTIAL}) as (run, runner):

@@ -59,6 +59,8 @@ class Environment:
     """`HOLDFAST_RECOVERIES_PER_DAY`: expected rate; None if the interval is fixed."""
     settings: Mapping[str, Any]
     """The job's values for `JobSettings` by name, each from its own variable."""
+    nccl_stays: bool
+    """`HOLDFAST_NCCL_STAYS`: whether process groups of NCCL stay as objects; 0 or 1."""
     elastic: ElasticVariable | None
     """`HOLDFAST_ELASTIC`: the job's `spec.elastic`, as JSON; None if it has none."""
 
@@ -92,6 +94,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         policy=_policy(found.get("HOLDFAST_POLICY", "")),
         recoveries_per_day=_rate(found, "HOLDFAST_RECOVERIES_PER_DAY"),
         settings=read_variables(SETTINGS, found),
+        nccl_stays=_number(found, "HOLDFAST_NCCL_STAYS", 0) != 0,
         elastic=_elastic(found.get("HOLDFAST_ELASTIC", "")),
         copy_threads=None if threads is None else _number(found, "HOLDFAST_COPY_THREADS", 0),
     )

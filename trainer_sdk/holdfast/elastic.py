@@ -14,6 +14,8 @@ lost ranks start again. In a script without `world`, all processes start again.
 
 from __future__ import annotations
 
+import torch
+
 from holdfast._daemon.following import WorldFollower
 from holdfast._elastic.ddp import WorldDDP
 from holdfast._elastic.pipeline import Pipeline
@@ -38,7 +40,12 @@ TIMEOUT_S = 600.0
 
 
 def init(
-    backend: str, *, stay: bool = True, any_size: bool = False, timeout_s: float = TIMEOUT_S
+    backend: str | None = None,
+    *,
+    stay: bool = True,
+    any_size: bool = False,
+    timeout_s: float = TIMEOUT_S,
+    nccl_stays: bool | None = None,
 ) -> World:
     """Form the process groups of this worker's world, and return the world.
 
@@ -50,19 +57,28 @@ def init(
     rank must build its model from the seed.
 
     Args:
-        backend: "gloo" or "nccl".
+        backend: "gloo", "nccl", or both for different devices: "cpu:gloo,cuda:nccl". None: both if
+            there is a CUDA device, and otherwise gloo.
         stay: False lets this process end with its world, as it does without a daemon.
         any_size: True if the script can continue in a world of any size. It must then read
             `world.rank` and `world.size` again after each recovery (`step.resumed`). If False,
             this process ends when the number of ranks changes, and a new one starts.
         timeout_s: seconds that each collective may take.
+        nccl_stays: True lets process groups of NCCL stay as objects when their world changes, as
+            those of gloo do, so that sharded models train on with the same processes. It has not
+            been tried on several devices yet. None: `HOLDFAST_NCCL_STAYS`, which is off by default.
+            Equal on all ranks. Call `torch.cuda.set_device` first, unless the device of this
+            process is the one with the number `LOCAL_RANK`.
 
     Raises:
+        InvalidJobError: `nccl_stays`, and this version or setting of torch cannot do it.
         UnreachableError: the world could not be formed.
         HoldfastError: the daemon refuses this process.
     """
     environment = read_environment()
     set_exit_codes()
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     following = None
     if stay and environment.socket is not None:
         following = WorldFollower(
@@ -81,6 +97,7 @@ def init(
         nproc=environment.local_world_size,
         timeout_s=timeout_s,
         reform_s=environment.reform_s,
+        nccl_stays=environment.nccl_stays if nccl_stays is None else nccl_stays,
     )
     world.join()
     return world

@@ -439,6 +439,28 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="vote before the device has its gradients",
+        votes=True,
+        edits=(
+            (
+                f"{ELASTIC}/session.py",
+                "        body.proved = self._world.finish_collectives()\n",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        name="complete a step that the device has not computed",
+        votes=True,
+        edits=(
+            (
+                f"{ELASTIC}/session.py",
+                "            self._world.finish_collectives(body.proved)\n",
+                "            pass\n",
+            ),
+        ),
+    ),
+    Mutant(
         name="take a completed step for one whose vote has passed elsewhere",
         votes=True,
         edits=(

@@ -602,6 +602,9 @@ class PipelineWorld:
     def go_back_to(self, step: int) -> None:
         """As `begin_step`."""
 
+    def finish_collectives(self, since: Any = None) -> Any:
+        """The model's collectives have their results when they return."""
+
     def build_again(self, *_: Any) -> str:
         """The model's worlds have one size."""
         return ""

@@ -17,9 +17,10 @@ import os
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ from holdfast_core.snapshots.units import UnitKey, UnitKind
 RANKS, STEPS, FAULTY_STEP = 3, 5, 3
 WAIT_S = 30.0
 LEARNING_RATE, MOMENTUM = 0.25, 0.5
+WRONG = 2.0**20
+"""What a gradient is while the device has not reduced it."""
 CHANGE = 0.125
 """What a script adds to the parameter by itself."""
 
@@ -89,6 +92,8 @@ SCRIPTS = {
     "changes a parameter after the vote": StandingAction.LIVE,
     "steps without the vote": StandingAction.LINE,
     "reduces after its optimizer": StandingAction.LINE,
+    "reduces on the device": StandingAction.LIVE,
+    "reduces on the device after its optimizer": StandingAction.LINE,
     "scales its loss": StandingAction.LIVE,
     "scales its loss for a fused optimizer": StandingAction.LIVE,
 }
@@ -124,8 +129,10 @@ SHARDED_SCRIPTS = {
 def crash_of(script: str) -> Crash:
     """The death that meets what `script` does."""
     match script:
-        case "reduces after its optimizer":
+        case "reduces after its optimizer" | "reduces on the device after its optimizer":
             return Crash(1, "in-report", frozenset({0}))
+        case "reduces on the device":
+            return Crash(1, "in-reduce", frozenset({0}))
         case "changes a parameter after the vote":
             return Crash(1, "in-vote", frozenset({0}))
         case "steps without the vote":
@@ -319,6 +326,8 @@ class ReplicasWorld:
         """Sessions in this epoch."""
         self.handles: list[SaveHandle] = []
         """Saves of this process."""
+        self.queued: list[Callable[[], None]] = []
+        """What the device has to compute."""
         while self._left:
             self.verdict = self.stand(RankStanding())
             if self.verdict.action is not StandingAction.FORWARD:
@@ -337,6 +346,13 @@ class ReplicasWorld:
 
     def go_back_to(self, step: int) -> None:
         """As `begin_step`."""
+
+    def finish_collectives(self, since: Any = None) -> Any:
+        """Let the device compute what is queued."""
+        queued, self.queued = self.queued, []
+        for compute in queued:
+            compute()
+        return since
 
     def build_again(self, *_: Any) -> str:
         """The model's worlds have one size."""
@@ -467,7 +483,11 @@ def run_step(
     """Reduce gradients and run the optimizer, as the script does."""
     script, rank, number = cluster.script, world.rank, int(step)
     try:
-        parts = cluster.meet(world.epoch, ("reduce", number), rank, gradient(number, rank))
+        if script == "reduces on the device":
+            reduce_later(cluster, world, model, number)
+            parts = [WRONG]
+        else:
+            parts = cluster.meet(world.epoch, ("reduce", number), rank, gradient(number, rank))
     except UnreachableError:
         if script != "steps without the vote" or rank != 0:
             raise
@@ -498,7 +518,20 @@ def run_step(
             scaler.update()
     if script == "reduces after its optimizer":
         cluster.meet(world.epoch, ("report", number), rank, 0)
+    if script == "reduces on the device after its optimizer":
+        world.queued.append(partial(cluster.meet, world.epoch, ("report", number), rank, 0))
     model.weight.grad = model.bias.grad = None
+
+
+def reduce_later(cluster: Cluster, world: Any, model: Any, step: int) -> None:
+    """Let the device reduce the gradients, when something waits for it."""
+
+    def reduce() -> None:
+        parts = cluster.meet(world.epoch, ("reduce", step), world.rank, gradient(step, world.rank))
+        model.weight.grad.fill_(sum(parts))
+        model.bias.grad.fill_(sum(parts))
+
+    world.queued = [reduce]
 
 
 def train(cluster: Cluster, rank: int) -> None:

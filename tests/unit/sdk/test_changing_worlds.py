@@ -19,7 +19,7 @@ from ranks import run_ranks
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported by torch
 
 from holdfast import elastic
-from holdfast._elastic.staying_groups import can_stay
+from holdfast._elastic.connections import why_not
 from holdfast_core.errors import InvalidJobError
 
 TIMEOUT_S = 60.0
@@ -132,7 +132,7 @@ def test_a_daemon_that_does_not_answer_an_arrival_is_asked_again(
     world.close()
 
 
-@pytest.mark.skipif(not can_stay("gloo"), reason="no thread wakes its collectives")
+@pytest.mark.skipif(bool(why_not("gloo")), reason="no thread wakes its collectives")
 def test_a_process_that_does_not_leave_its_world_shows_where_it_is(
     members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:

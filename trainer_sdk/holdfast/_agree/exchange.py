@@ -108,6 +108,7 @@ class GlooExchange:
         form_s: time that forming a group may take; None for `timeout_s`.
         forming: context in which groups of a backend are formed, which it is given; None is the
             backend of training. It stops that once the world has ended.
+        device_backend: torch's backend for bytes on devices; None for that of training.
     """
 
     together = True
@@ -118,7 +119,9 @@ class GlooExchange:
         ended: Callable[[], bool] = lambda: False,
         form_s: float | None = None,
         forming: Callable[[str | None], AbstractContextManager[None]] = _plainly,
+        device_backend: str | None = None,
     ) -> None:
+        self._device_backend = device_backend
         self._timeout = timedelta(seconds=timeout_s)
         self._ended = ended
         self._forming: Callable[[str | None], AbstractContextManager[None]] | None = forming
@@ -165,8 +168,7 @@ class GlooExchange:
     def subgroups(
         self, groups: Sequence[tuple[int, ...]], device: torch.device
     ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
-        # Training's own backend for its devices; for host memory always gloo.
-        backend = "gloo" if device.type == "cpu" else None
+        backend = "gloo" if device.type == "cpu" else self._device_backend
         for ranks in groups:
             with _translate_errors():
                 group = self._new_group(list(ranks), backend)

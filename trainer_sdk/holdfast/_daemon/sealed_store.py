@@ -11,9 +11,10 @@ the value. A stranger can still disturb a world, which then ends. But no strange
 continue from a state that no rank has stated.
 
 torch calls this class from C++, and each call takes the interpreter's lock. gloo calls it while it
-forms a group. NCCL's monitor would call it every second as long as its process lives. It would do
-so while the interpreter is stuck, which the monitor must notice, and while the interpreter ends,
-which kills such a thread. So this store is not for NCCL (decision 0090).
+forms a group, and so does NCCL where its groups can stay. The monitor of its older groups would
+call it every second as long as its process lives. It would do so while the interpreter is stuck,
+which the monitor must notice, and while the interpreter ends, which kills such a thread. So this
+store is not for those (decision 0090).
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ So gloo gets this store, which checks the world while it waits. And once the wor
 process itself opens the connections that gloo still expects. That may complete a group, which is
 useless; forming it then raises.
 
-Only gloo gets this store; `SealedStore` says why NCCL does not.
+Groups of NCCL get this store only if they can stay; `SealedStore` says why. NCCL reads one id from
+it, and connects by itself.
 """
 
 from __future__ import annotations

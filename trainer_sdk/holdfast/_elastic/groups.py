@@ -71,6 +71,7 @@ class MeetingPoint:
         rank: rank of this process in the world.
         size: number of ranks in the world.
         ended: returns whether the world has ended.
+        form_s: time within which each rank must come to a group that is formed.
 
     Raises:
         StaleEpochError: the world ended before its store was reached.
@@ -87,12 +88,13 @@ class MeetingPoint:
         rank: int,
         size: int,
         ended: Callable[[], bool],
+        form_s: float = FORM_S,
     ) -> None:
         self._epoch, self._rank, self._size, self._ended = epoch, rank, size, ended
         world, store = f"world-{epoch}", self._connect(store_address)
         self._sealed = SealedStore(store, world, key)
         self._forming = FormingStore(
-            store, f"{world}/gloo", key, epoch=epoch, ended=ended, form_s=FORM_S
+            store, f"{world}/gloo", key, epoch=epoch, ended=ended, form_s=form_s
         )
         self._plain = PrefixStore(f"{world}/nccl", store)
         self._meetings = 0
@@ -173,7 +175,7 @@ class MeetingPoint:
         with self.forming(backend):
             dist.init_process_group(
                 backend,
-                store=self._plain if _has_nccl(backend) else self._forming,
+                store=self._plain if has_nccl(backend) else self._forming,
                 rank=self._rank,
                 world_size=self._size,
                 timeout=timedelta(seconds=FORM_S),
@@ -189,7 +191,7 @@ class MeetingPoint:
         Raises:
             StaleEpochError: the world has ended.
         """
-        if _has_nccl(backend or dist.get_backend()):
+        if has_nccl(backend or dist.get_backend()):
             yield
             return
         with self._forming.watch():
@@ -229,7 +231,8 @@ def _encode_texts(said: list[bytes]) -> bytes:
     return msgspec.msgpack.encode([text.decode() for text in said])
 
 
-def _has_nccl(backend: str) -> bool:
+def has_nccl(backend: str) -> bool:
+    """Whether groups of `backend` have collectives of NCCL, perhaps beside others."""
     return "nccl" in backend
 
 

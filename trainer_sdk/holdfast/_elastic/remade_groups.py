@@ -28,6 +28,8 @@ class WorldGroups(Protocol):
     """Whether groups stay as objects, also those that libraries made."""
     always_wakes: bool
     """Whether a thread has to end collectives with their world in any case."""
+    form_s: float
+    """Time that forming a group may take once all ranks have met."""
 
     def form(self, point: MeetingPoint, *, epoch: int, rank: int, size: int) -> None:
         """Form the default group, and those that stay. Collective.
@@ -96,10 +98,11 @@ class RemadeGroups:
     """
 
     stay = False
+    form_s = groups.FORM_S
 
     def __init__(self, backend: str, timeout_s: float) -> None:
         self._backend, self._timeout_s = backend, timeout_s
-        self.always_wakes = "nccl" in backend
+        self.always_wakes = groups.has_nccl(backend)
         # Gloo crashes when one thread closes the connections of a group and another drops it.
         self._lock = threading.Lock()
         self._point: MeetingPoint | None = None

@@ -29,10 +29,10 @@ from holdfast._agree.exchange import Exchange
 from holdfast._capture.partial_state import START, PartialState
 from holdfast._causes import drop_frames
 from holdfast._daemon.handles import SaveHandle
+from holdfast._elastic.connections import Begun
 from holdfast._elastic.pipeline import BoundaryReplay, Pipeline
 from holdfast._elastic.sharded import Replaced, WorldSharded
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs, return_logs
-from holdfast._elastic.staying_groups import NEEDS
 from holdfast._elastic.step_start import StepStart
 from holdfast._elastic.world import World
 from holdfast._save.tally import SaveCounters
@@ -84,9 +84,9 @@ def check_staying(model: nn.Module, world: World) -> None:
     sharded = [each for each in model.parameters() if is_dtensor(each)]
     if sharded and not world.groups_stay:
         raise InvalidJobError(
-            f"this model keeps process groups (FSDP2 or another use of DTensor), which stay when a "
-            f"world changes only with {NEEDS}; this is torch {torch.__version__}. Otherwise leave "
-            f"`world` out, so that all processes start again after a failure"
+            f"this model keeps process groups (FSDP2 or another use of DTensor), which do not stay "
+            f"when this world changes: {world.why_groups_go}. Otherwise leave `world` out, so that "
+            f"all processes start again after a failure"
         )
     if world.any_size and not again.issuperset(map(id, sharded)):
         raise InvalidJobError(
@@ -133,6 +133,9 @@ class StepBody:
         """Whether an optimizer has stepped, or is about to."""
         self.cut = False
         """Whether a failure cut the step off before its vote passed."""
+        self.proved: Begun | None = None
+        """The collectives on the device that were begun before its vote, and have results; None
+        before the vote."""
         self._start: StepStart | None = None
         self._problem = ""
 
@@ -317,7 +320,7 @@ class ElasticSession(Session):
             return self._complete_repeated(self._replaying, body)
         # Without an optimizer step there was no vote yet. Without votes, the world must still last.
         if self._votes:
-            if not (body.voted or self._passes_at_its_end(body)):
+            if not (body.voted or self._passes_at_its_end(body)) or not self._ends_whole(body):
                 return False
         elif self._world.ended:
             return False
@@ -387,6 +390,7 @@ class ElasticSession(Session):
     def finish_steps(self) -> bool:
         """Wait until all ranks have completed all steps; see `Runner`."""
         try:
+            self._world.finish_collectives()
             self._exchange.gather(b"")
         except Exception as error:
             if not self.survives(error):
@@ -448,6 +452,7 @@ class ElasticSession(Session):
             raise UnreachableError(
                 f"step {body.step} has no complete gradients: a collective failed"
             ) from self._world.failure
+        body.proved = self._world.finish_collectives()
         # Vote: the sum is complete only if every rank has come this far.
         try:
             [total] = self._exchange.add([body.step])
@@ -473,6 +478,16 @@ class ElasticSession(Session):
         Return whether it passed."""
         try:
             self._vote(body)
+        except Exception as error:
+            if not self.survives(error):
+                raise
+            return False
+        return True
+
+    def _ends_whole(self, body: StepBody) -> bool:
+        """Whether collectives that the device has computed after the vote have their results."""
+        try:
+            self._world.finish_collectives(body.proved)
         except Exception as error:
             if not self.survives(error):
                 raise

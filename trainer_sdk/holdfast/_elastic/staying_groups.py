@@ -4,10 +4,9 @@ Libraries keep the groups that they make: device meshes, FSDP2 and DTensors refe
 So a process that stays does not destroy its groups. It records each group where torch makes it, and
 in a new world gives the same objects connections to the present ranks.
 
-Three facilities of torch are private, and this module is the only one that uses them:
+Two facilities of torch are private, and this module is the only one that uses them; those of
+`connections` come on top:
 
-- `init_process_group(enable_reconfigure=True)`, `_get_reconfigure_handle` and `_reconfigure`: a
-  group is made without connections, and gets them from one statement ("handle") of each rank.
 - `_new_process_group_helper`, through which torch makes every group.
 - `_world.group_count`, from which torch derives the names of groups.
 
@@ -29,36 +28,25 @@ import msgspec
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by torch
+    HashStore,
     Store,
 )
 
 from holdfast._agree.exchange import set_timeout
-from holdfast._elastic import stage_group
-from holdfast._elastic.groups import FORM_S, MeetingPoint, disconnect, drop, split
+from holdfast._elastic import connections, stage_group
+from holdfast._elastic.groups import FORM_S, MeetingPoint, drop, split
 from holdfast._elastic.remade_groups import Forming
 from holdfast._elastic.stage_group import Carrier
 from holdfast_core.errors import InvalidJobError, ProtocolError, StaleEpochError
 
-NEEDS = "torch 2.15 and the backend gloo"
-"""What processes need whose groups stay, in messages."""
-_torch: Any = dist
-"""torch.distributed, whose stubs lack what is private."""
 _FAKE = "fake"
 """Torch's backend without messages."""
 _DEFAULT = "0"
 """Torch's name of the default group: the first one that it makes."""
 _OWN_COUNT = 2**40
 """Number from which the names of Holdfast's own groups count, beyond any that a script makes."""
-
-
-def can_stay(backend: str) -> bool:
-    """Whether this version of torch can give groups of `backend` new connections."""
-    return (
-        backend == "gloo"
-        and hasattr(dist, "_reconfigure")
-        # In this mode torch wraps each group in another, which cannot do it.
-        and c10d.get_debug_level() is not c10d.DebugLevel.DETAIL
-    )
+_LAST = 2**40
+"""Added to the epoch of connections with which a process leaves its groups for good."""
 
 
 class GroupStatement(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +69,7 @@ class GroupStatement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _STATEMENTS = msgspec.json.Decoder(list[GroupStatement])
-_HANDLES = msgspec.json.Decoder(dict[str, str])
+_HANDLES = msgspec.json.Decoder(dict[str, list[str]])
 _T = TypeVar("_T")
 
 
@@ -115,16 +103,29 @@ class WorldStore(Store):
     """The store of torch's groups: always that of the present world.
 
     torch keeps no reference to a store that is written in Python, so a `StayingGroups` does.
+
+    Args:
+        form_s: time that a wait may take, unless it is given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, form_s: float) -> None:
         super().__init__()
-        super().set_timeout(timedelta(seconds=FORM_S))
+        super().set_timeout(timedelta(seconds=form_s))
+        self._form_s = form_s
         self._now: Store | None = None
 
     def enter(self, store: Store | None) -> None:
         """Use `store` from now on; None until the next world."""
         self._now = store
+
+    @contextmanager
+    def of(self, store: Store) -> Iterator[None]:
+        """Use `store` within the block."""
+        kept, self._now = self._now, store
+        try:
+            yield
+        finally:
+            self._now = kept
 
     def set(self, key: str, value: Any) -> None:
         self._here().set(key, value)
@@ -140,7 +141,7 @@ class WorldStore(Store):
         return bool(self._here().check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._here().wait(keys, timeout or timedelta(seconds=FORM_S))
+        self._here().wait(keys, timeout or timedelta(seconds=self._form_s))
 
     def add(self, key: str, value: int) -> int:
         return int(self._here().add(key, value))
@@ -156,13 +157,27 @@ class StayingGroups:
     process, since it sees every group that torch makes.
 
     Args:
+        backend: of the default group: gloo, NCCL, or both for different devices.
         timeout_s: time that each collective of the default group may take.
+        nccl_stays: whether groups of NCCL may be made.
+        nccl_form_s: time that forming a group may take then.
+        local_rank: number of this process, and of its device, on its node.
     """
 
     stay = always_wakes = True
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._store = timeout_s, WorldStore()
+    def __init__(
+        self,
+        backend: str,
+        timeout_s: float,
+        *,
+        nccl_stays: bool = False,
+        nccl_form_s: float = FORM_S,
+        local_rank: int = 0,
+    ) -> None:
+        self._backend, self._nccl_stays, self._local_rank = backend, nccl_stays, local_rank
+        self.form_s = nccl_form_s if nccl_stays else FORM_S
+        self._timeout_s, self._store = timeout_s, WorldStore(self.form_s)
         self._groups: dict[str, _Group] = {}
         self._own: list[dist.ProcessGroup] = []
         """Groups of Holdfast in the present world."""
@@ -212,7 +227,7 @@ class StayingGroups:
         # Form them in the same order on all ranks.
         mine = [self._groups[each.name] for each in plan if not each.destroyed]
         mine = [each for each in (self._groups[_DEFAULT], *mine) if each.group is not None]
-        handles = {each.statement.name: _torch._get_reconfigure_handle(each.group) for each in mine}
+        handles = {each.statement.name: connections.handles_of(each.group) for each in mine}
         texts = point.gather(_encode(handles), FORM_S)
         of_ranks = _read(_HANDLES, texts)
         with point.forming_store.watch():
@@ -242,10 +257,11 @@ class StayingGroups:
         Holdfast's own groups. The groups of the script stay, without connections."""
         del given
         with self._lock:
-            self._formed = False
+            formed, self._formed = self._formed, False
             own, self._own = self._own, []
-            for group in (*own, *self._connected()):
-                disconnect(group)
+            connections.close([*own, *self._connected()])
+        if formed and self._nccl_stays:
+            connections.settle()
         self._point = None
         self._store.enter(None)
         for group in own:
@@ -257,6 +273,7 @@ class StayingGroups:
         """Destroy all groups, and let torch make groups as usual. A world that follows begins
         without groups, as in a new process."""
         self.leave()
+        self._abandon(self._connected())
         self._rank, self._size, self._step = 0, 0, 0
         held = [each.group for each in self._groups.values() if each.group is not None]
         self._groups.clear()
@@ -272,9 +289,7 @@ class StayingGroups:
         del waited
         with self._lock:
             if self._formed and self._epoch == epoch:
-                for group in (*self._own, *self._connected()):
-                    with suppress(RuntimeError):  # the training thread is destroying it
-                        disconnect(group)
+                connections.close([*self._own, *self._connected()])
 
     @property
     def forming(self) -> Forming:
@@ -339,15 +354,11 @@ class StayingGroups:
         here = self._groups.get(name)
         if here is not None and not here.asked and (taken := self._take(here, ranks)) is not None:
             return taken
-        backends = c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values()
         # torchtitan makes groups without messages for axes that it does not use.
-        if set(backends) != {"gloo"} and str(backend) != _FAKE:
-            raise InvalidJobError(
-                f"a process group with backend {str(backend)!r}: such groups cannot get new ranks, "
-                f"so this process could not stay when its world changes. Use gloo, or "
-                f"holdfast.elastic.init(…, stay=False)"
-            )
+        if str(backend) != _FAKE:
+            _check_backend(str(backend), self._nccl_stays)
         named["enable_reconfigure"] = True
+        named.pop("device_id", None)  # torch would connect it at once
         made = self._make(size, rank, ranks, backend, store, group_name, *more, **named)
         group = self._record(name, ranks, backend, made, named, step=self._step)
         if ranks and group.group is not None:
@@ -357,6 +368,8 @@ class StayingGroups:
                 # As if it had not been made: all ranks shall give it the same name next time.
                 del self._groups[name]
                 c10d._world.pg_group_ranks[group.group] = {}
+                connections.close([group.group])
+                self._abandon([group.group])
                 dist.destroy_process_group(group.group)
                 c10d._world.group_count -= 1
                 raise
@@ -410,7 +423,7 @@ class StayingGroups:
     def _make_default(self) -> None:
         """Make the default group, without connections."""
         dist.init_process_group(
-            "gloo",
+            self._backend,
             store=self._store,
             rank=self._rank,
             world_size=self._size,
@@ -459,25 +472,38 @@ class StayingGroups:
         if point is None:
             raise StaleEpochError("the training world has ended; its groups are formed again")
         name, ranks = group.statement.name, group.statement.ranks
-        handle = _torch._get_reconfigure_handle(group.group)
-        handles = point.gather_from(name, ranks, handle, group.statement.timeout_s)
+        own = _encode({name: connections.handles_of(group.group)})
+        said = point.gather_from(name, ranks, own, group.statement.timeout_s)
+        handles = [each.get(name, []) for each in _read(_HANDLES, said)]
         with point.forming_store.watch():
             self._connect(group, handles)
 
-    def _connect(self, group: _Group, handles: list[str]) -> None:
+    def _connect(self, group: _Group, handles: list[list[str]]) -> None:
         """Give `group` connections to the ranks that stated `handles`, in their order."""
-        _torch._reconfigure(
-            uuid=self._epoch,
-            handles=handles,
-            group=group.group,
-            timeout=timedelta(seconds=FORM_S),
-        ).wait()
         assert group.group is not None
+        connections.connect(
+            group.group,
+            handles,
+            epoch=self._epoch,
+            timeout_s=self.form_s,
+            local_rank=self._local_rank,
+        )
         set_timeout(group.group, group.statement.timeout_s)
 
+    def _abandon(self, abandoned: Sequence[dist.ProcessGroup]) -> None:
+        """Make closed groups safe to destroy, whatever has become of their other ranks."""
+        if self._nccl_stays:
+            with self._store.of(HashStore()):
+                connections.close_for_good(
+                    abandoned,
+                    epoch=_LAST + self._epoch,
+                    timeout_s=self.form_s,
+                    local_rank=self._local_rank,
+                )
+
     def _handles_of(
-        self, statement: GroupStatement, of_ranks: Sequence[dict[str, str]]
-    ) -> list[str]:
+        self, statement: GroupStatement, of_ranks: Sequence[dict[str, list[str]]]
+    ) -> list[list[str]]:
         """What the ranks of a group have stated of it, from what each rank has stated of all."""
         try:
             return [of_ranks[rank][statement.name] for rank in statement.ranks or range(self._size)]
@@ -519,6 +545,17 @@ def _check_ranks(statement: GroupStatement, ranks: Sequence[int]) -> None:
         raise InvalidJobError(
             f"ranks made group {statement.name} of ranks {list(ranks)} and of "
             f"{list(statement.ranks)}: let all ranks make the same groups in the same order"
+        )
+
+
+def _check_backend(backend: str, nccl_stays: bool) -> None:
+    """Raise InvalidJobError if a group of `backend` cannot stay."""
+    backends = c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values()
+    if problem := connections.why_not(",".join(map(str, backends)), nccl_stays=nccl_stays):
+        raise InvalidJobError(
+            f"a process group with backend {backend!r} cannot get new ranks, so this process could "
+            f"not stay when its world changes: {problem}. Otherwise let this process end with its "
+            f"world: holdfast.elastic.init(…, stay=False)"
         )
 
 

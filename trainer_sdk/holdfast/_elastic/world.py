@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by torch
     HashStore,
@@ -27,12 +28,12 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
 
 from holdfast._agree.exchange import Exchange, GlooExchange, make_exchange, wait
 from holdfast._daemon.following import Meeting, WorldFollower
-from holdfast._elastic import groups
+from holdfast._elastic import connections, groups
 from holdfast._elastic.ddp import FirstPass, Prepare, WorldDDP
 from holdfast._elastic.remade_groups import RemadeGroups, WorldGroups
 from holdfast._elastic.sharded import Replaced, WorldSharded
 from holdfast._elastic.stage_group import Carrier
-from holdfast._elastic.staying_groups import NEEDS, StayingGroups, can_stay
+from holdfast._elastic.staying_groups import StayingGroups
 from holdfast_core.batches import BatchPlan, plan_batch
 from holdfast_core.errors import (
     HoldfastError,
@@ -115,6 +116,10 @@ class World:
         nproc: number of processes on each node.
         timeout_s: time that each of training's collectives may take.
         reform_s: time to wait for a new world after a collective has failed.
+        nccl_stays: whether groups of NCCL stay as objects.
+
+    Raises:
+        InvalidJobError: `nccl_stays`, and this torch cannot do it.
     """
 
     def __init__(
@@ -128,14 +133,18 @@ class World:
         nproc: int,
         timeout_s: float,
         reform_s: float,
+        nccl_stays: bool = False,
     ) -> None:
         self._backend, self._following, self._any_size = backend, following, any_size
         self._local_rank, self._nproc = local_rank, nproc
         self._timeout_s, self._reform_s = timeout_s, reform_s
         self._all: WorldGroups = RemadeGroups(backend, timeout_s)
         """All groups of this process."""
-        if following is not None and can_stay(backend):
-            self._all = StayingGroups(timeout_s)
+        self._on_device = groups.has_nccl(backend) or nccl_stays
+        """Whether collectives may end on the device, where this process does not notice it."""
+        self._why_not = connections.why_not(backend, nccl_stays=nccl_stays)
+        if following is not None:
+            self._let_groups_stay(nccl_stays)
         self._groups: list[WorldGroup] = []
         self._ddps: list[WorldDDP] = []
         self._sharded: list[WorldSharded] = []
@@ -211,6 +220,11 @@ class World:
         """Whether process groups stay as objects when this world changes and keeps its size, also
         those that libraries made: of device meshes, FSDP2 and DTensors."""
         return self._all.stay
+
+    @property
+    def why_groups_go(self) -> str:
+        """Why process groups do not stay as objects, and what to change; empty if they stay."""
+        return "" if self._all.stay else self._why_not or "this process ends with its world"
 
     @property
     def ended(self) -> bool:
@@ -297,9 +311,9 @@ class World:
             )
         if self.stays and not self.groups_stay:
             raise InvalidJobError(
-                f"world.sharded needs {NEEDS}; this is torch {torch.__version__} with "
-                f"{self._backend}. Otherwise leave `world` out, so that all processes start again "
-                f"after a failure"
+                f"world.sharded needs process groups that stay when the world changes, and these "
+                f"do not: {self.why_groups_go}. Otherwise leave `world` out, so that all processes "
+                f"start again after a failure"
             )
         made = WorldSharded(build)
         self._sharded.append(made)
@@ -346,7 +360,7 @@ class World:
         if work is None:  # This rank is not in the group of the collective.
             return
         try:
-            if "nccl" not in self._backend:
+            if not self._on_device:
                 wait(work, lambda: self.ended)
             else:
                 work.wait()
@@ -438,6 +452,7 @@ class World:
             lambda: self.ended or self._epoch != epoch,
             form_s=groups.FORM_S,
             forming=self._all.forming,
+            device_backend="gloo" if self._all.stay else None,
         )
         self._exchanges.append(made)
         return made
@@ -612,7 +627,50 @@ class World:
         self._left = True
         return True
 
+    def finish_collectives(self, since: connections.Begun | None = None) -> connections.Begun:
+        """Wait until all collectives that this rank has begun have their results. Those of NCCL
+        return before the device has computed them, and end without a result, but also without an
+        error, when their world does.
+
+        Args:
+            since: what an earlier call returned. If no collective was begun since, this returns
+                at once.
+
+        Raises:
+            UnreachableError: one was ended before, or the world has ended.
+        """
+        if not self._on_device:
+            return connections.Begun()
+        if since is not None and not since.more:
+            return since
+        try:
+            connections.finish([*c10d._world.pg_map])
+            if self.ended:
+                raise UnreachableError("the training world has ended")
+        except Exception as error:
+            self.failure = error
+            raise
+        return connections.Begun([*c10d._world.pg_map])
+
     # --- inside -----------------------------------------------------------------------------------
+
+    def _let_groups_stay(self, nccl_stays: bool) -> None:
+        """Let process groups stay as objects if torch can do that. Raises InvalidJobError if it
+        was asked for with NCCL and is impossible."""
+        if not self._why_not:
+            self._all = StayingGroups(
+                self._backend,
+                self._timeout_s,
+                nccl_stays=nccl_stays,
+                nccl_form_s=self._reform_s,
+                local_rank=self._local_rank,
+            )
+        elif nccl_stays and groups.has_nccl(self._backend):
+            raise InvalidJobError(
+                f"holdfast.elastic.init({self._backend!r}, nccl_stays=True): process groups cannot "
+                f"stay when the world changes: {self._why_not}. Without nccl_stays and "
+                f"HOLDFAST_NCCL_STAYS each world makes them again"
+            )
 
     def _patience_s(self, own: RankStanding) -> float:
         """Seconds to wait for a newer world after a failure.
@@ -676,6 +734,7 @@ class World:
             rank=self._rank_in(meeting),
             size=meeting.nodes * self._nproc,
             ended=lambda: following.epoch > meeting.epoch,
+            form_s=self._all.form_s,
         )
         self._meeting = meeting
 

@@ -25,7 +25,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from holdfast import elastic
-from holdfast._elastic.staying_groups import NEEDS
 from holdfast._elastic.world import World
 from holdfast._init import init
 from holdfast._mesh import topology_from_device_mesh
@@ -217,10 +216,9 @@ def start(config: Trainer.Config) -> World:
     world = elastic.init(backend, timeout_s=config.comm.init_timeout_seconds)
     if world.stays and not world.groups_stay:
         raise InvalidJobError(
-            f"torchtitan's process groups stay only with {NEEDS}; this is torch "
-            f"{torch.__version__} and {backend}. Run `-m torchtitan.train` with "
-            f"`--override.imports {__name__}.protect` instead: all processes then start again "
-            f"after a failure"
+            f"torchtitan keeps process groups, which do not stay when this world changes: "
+            f"{world.why_groups_go}. Otherwise run `-m torchtitan.train` with `--override.imports "
+            f"{__name__}.protect`: all processes then start again after a failure"
         )
     # What torchtitan sets when it forms the groups itself.
     torch.autograd.set_multithreading_enabled(False)

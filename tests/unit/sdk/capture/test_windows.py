@@ -286,6 +286,8 @@ class OneRank:
 
     def go_back_to(self, step: int) -> None: ...
 
+    def finish_collectives(self, since: Any = None) -> Any: ...
+
     def build_again(self, *_: Any) -> str:
         return ""
 

@@ -83,6 +83,8 @@ class FirstStep:
 
     def go_back_to(self, step: int) -> None: ...
 
+    def finish_collectives(self, since: Any = None) -> Any: ...
+
     def build_again(self, *_: Any) -> str:
         return ""
 

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from two_worlds import LOST, RANKS, Process, run_worlds, total_of
 
-from holdfast._elastic import staying_groups
+from holdfast._elastic.connections import why_not
 from holdfast._elastic.session import check_staying, reset_sharded
-from holdfast._elastic.staying_groups import GroupStatement, StayingGroups, can_stay, plan_groups
+from holdfast._elastic.staying_groups import GroupStatement, StayingGroups, plan_groups
 from holdfast_core.errors import InvalidJobError, StaleEpochError
 
-pytestmark = pytest.mark.skipif(not can_stay("gloo"), reason="this torch cannot do it")
+pytestmark = pytest.mark.skipif(bool(why_not("gloo")), reason="this torch cannot do it")
 
 
 def keep_groups_of_libraries(process: int, socket: str, port: str) -> None:
@@ -188,8 +188,10 @@ def train_sharded(process: int, socket: str, port: str) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     check_staying(model, one.world)
-    older: Any = SimpleNamespace(stays=True, groups_stay=False, any_size=False)
-    with pytest.raises(InvalidJobError, match=r"only with torch 2\.15 and the backend gloo"):
+    older: Any = SimpleNamespace(
+        stays=True, groups_stay=False, any_size=False, why_groups_go="that needs torch 2.15"
+    )
+    with pytest.raises(InvalidJobError, match=r"do not stay when .*: that needs torch 2\.15"):
         check_staying(model, older)
     inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(one.rank))
 
@@ -239,21 +241,8 @@ def test_a_group_is_destroyed_when_one_of_its_ranks_has_destroyed_it() -> None:
     assert plan_groups([[alive], [alive], [gone]]) == [alive]  # rank 2 does not belong to it
 
 
-@pytest.mark.parametrize(
-    ("backend", "stays"), [("gloo", True), ("nccl", False), ("cpu:gloo,cuda:nccl", False)]
-)
-def test_groups_stay_where_torch_can_give_them_new_connections(backend: str, stays: bool) -> None:
-    assert can_stay(backend) == stays
-
-
-def test_groups_do_not_stay_where_torch_wraps_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    c10d: Any = vars(staying_groups)["c10d"]
-    monkeypatch.setattr(c10d, "get_debug_level", lambda: c10d.DebugLevel.DETAIL)
-    assert not can_stay("gloo")
-
-
 def test_between_two_worlds_there_is_no_store() -> None:
-    kept = StayingGroups(1.0)
+    kept = StayingGroups("gloo", 1.0)
     with pytest.raises(StaleEpochError), kept.forming("gloo"):
         pass
     with pytest.raises(StaleEpochError):

@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from two_worlds import RANKS, Process, run_worlds, total_of
 
-from holdfast._elastic.staying_groups import can_stay
+from holdfast._elastic.connections import why_not
 
 STAGES, MICRO, WIDTH = 2, 2, 8
 
 pytestmark = [
     pytest.mark.timeout(180),
-    pytest.mark.skipif(not can_stay("gloo"), reason="this torch cannot do it"),
+    pytest.mark.skipif(bool(why_not("gloo")), reason="this torch cannot do it"),
 ]
 
 

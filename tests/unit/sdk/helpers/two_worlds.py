@@ -31,16 +31,22 @@ def total_of(group: Any) -> float:
 
 
 class Process:
-    """One process of a test, and the clock by which all of them agree."""
+    """One process of a test, and the clock by which all of them agree.
 
-    def __init__(self, process: int, socket: str, port: str) -> None:
+    Args:
+        named: further arguments of `elastic.init`.
+    """
+
+    def __init__(
+        self, process: int, socket: str, port: str, backend: str = "gloo", **named: Any
+    ) -> None:
         self.rank, self.first = PROCESSES[process]
         os.environ.update(HOLDFAST_SOCKET=socket, HOLDFAST_JOB="job", RANK=str(self.rank))
         os.environ["WORLD_SIZE"] = str(RANKS)
         torch.set_num_threads(1)
         self.clock: Any = TCPStore("127.0.0.1", int(port), timeout=timedelta(seconds=TIMEOUT_S))
         self.clock.get(f"began-{self.first}")
-        self.world: World = elastic.init("gloo")
+        self.world: World = elastic.init(backend, **named)
 
     def change_world(self) -> bool:
         """Go from world 1 to world 2. Return False in the process that is lost."""
@@ -76,12 +82,14 @@ class Process:
         self.world.close()
 
 
-def run_worlds(body: Callable[..., None], directory: Path) -> None:
+def run_worlds(body: Callable[..., None], directory: Path, *arguments: Any) -> None:
+    """Run `body(process, socket, port, *arguments)` in each process."""
     worlds = {1: range(RANKS), 2: range(RANKS)}
     members = Members(directory / "socket", worlds)  # type: ignore[abstract]  # it serves two calls
     clock = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         with members.begin_all(clock):
-            run_ranks(body, (str(directory / "socket"), str(clock.port)), len(PROCESSES))
+            given = (str(directory / "socket"), str(clock.port), *arguments)
+            run_ranks(body, given, len(PROCESSES))
     finally:
         members.stop()
