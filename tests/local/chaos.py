@@ -68,9 +68,8 @@ def prepare(scratch: Path) -> Surroundings:
         around.redis.start()
     else:
         print("no Redis is broken: redis-server is not installed")
-    around.objects_directory = scratch / "objects"
     try:
-        around.objects = S3Server(around.objects_directory)
+        around.objects = S3Server(scratch / "objects")
     except (RuntimeError, OSError) as error:
         print(f"no object storage is broken: {error}")
     good = scratch / "identity"

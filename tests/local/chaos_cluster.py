@@ -23,8 +23,6 @@ class Surroundings:
     """Whether small tmpfs can be mounted."""
     redis: RedisServer | None = None
     objects: S3Server | None = None
-    objects_directory: Path = Path()
-    """Where `objects` keeps its files."""
     certificates: Path | None = None
     """Directory of a CA, with a directory of each role's files."""
     wrong: dict[str, Path] = field(default_factory=dict)

@@ -74,15 +74,13 @@ class ChaosTier:
         return cls(job, root, tier, Access(trouble=root.parent / "trouble.json"))
 
     @classmethod
-    def objects(cls, job: str, server: versitygw.S3Server, directory: Path, name: str) -> ChaosTier:
-        """A tier of objects below the prefix `name`, which `server` keeps as files in
-        `directory`."""
+    def objects(cls, job: str, server: versitygw.S3Server, name: str) -> ChaosTier:
+        """A tier of objects below the prefix `name` of `server`, which keeps them as files."""
         proxy = FaultProxy(server.port)
         uri = f"s3://{versitygw.BUCKET}/{name}"
         options = versitygw.options(proxy.port, read_timeout_s=READ_TIMEOUT_S)
         tier = Tier(uri=uri, every_steps=EVERY_STEPS, keep=KEEP)
-        real = directory / versitygw.BUCKET / name
-        return cls(job, real, tier, Access(options=options), proxy)
+        return cls(job, server.bucket / name, tier, Access(options=options), proxy)
 
     @property
     def kind(self) -> str:

@@ -119,7 +119,7 @@ class World:
         self.cluster.__enter__()
         if self.tier_kind == OBJECTS and around.objects is not None:
             name = self.cluster.directory.name
-            self.tier = ChaosTier.objects(JOB, around.objects, around.objects_directory, name)
+            self.tier = ChaosTier.objects(JOB, around.objects, name)
         else:
             root = self.cluster.directory / "tier"
             root.mkdir()

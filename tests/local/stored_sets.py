@@ -18,8 +18,12 @@ from holdfast_storage.sets import SetStore
 def store_set(directory: Path, job: RawJob, generation: Generation, world_size: int = 0) -> None:
     """Write a whole set below `directory`, with the payloads that trainers capture in
     `generation`."""
+    write_set(SetStore(f"file://{directory}", job.name), job, generation, world_size)
+
+
+def write_set(store: SetStore, job: RawJob, generation: Generation, world_size: int = 0) -> None:
+    """The same, by `store`."""
     size = world_size or job.size
-    store = SetStore(f"file://{directory}", job.name)
     files = []
     for rank in range(size):
         nbytes = job.rank_bytes(rank)

@@ -10,9 +10,11 @@ import pytest
 from chaos_tier import WRONG, ChaosTier
 from harness import JOB, RawCluster, RawJob
 from raw_trainer import content_of
-from stored_sets import flip, store_set
+from stored_sets import flip, store_set, write_set
+from versitygw import S3Server
 
 from holdfast_core.snapshots.generations import Generation
+from holdfast_storage.sets import SetStore
 
 SETS = [Generation(1, step) for step in (2, 4, 6)]
 
@@ -63,3 +65,20 @@ def test_what_was_spoiled_on_purpose_is_not_a_violation(tier: ChaosTier, job: Ra
     assert _wrong(tier, job) == ""
     assert tier.sound() == [one for one in reversed(SETS) if one != spoiled]
     assert tier.flip(random.Random(3)) == "", "two sound sets must be left"
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> Iterator[ChaosTier]:
+    server = S3Server(tmp_path / "server")
+    tier = ChaosTier.objects(JOB, server, "world")
+    yield tier
+    tier.close()
+    server.stop()
+
+
+@pytest.mark.s3
+def test_sets_in_object_storage_are_seen(objects: ChaosTier, job: RawJob) -> None:
+    assert (_wrong(objects, job), objects.complete()) == ("", [])
+    write_set(SetStore(objects.tier.uri, JOB, options=objects.access.options), job, SETS[0])
+    assert (_wrong(objects, job), objects.complete()) == ("", [SETS[0]])
+    assert objects.take_count() == 1

@@ -82,15 +82,17 @@ class S3Server(Server):
     ) -> None:
         """`users`: names, which are those of their buckets, too, and their secrets. `tls`: files of
         a certificate and its key; None: plain HTTP, as users need."""
-        self._root = directory / "buckets"
-        (self._root / BUCKET).mkdir(parents=True)
+        root = directory / "buckets"
+        self.bucket = root / BUCKET
+        """Directory of `BUCKET`, which has a file for each object."""
+        self.bucket.mkdir(parents=True)
         (directory / "users").mkdir()
         port = reserve_port()
         command = [
             *(build(), "--access", ACCESS, "--secret", SECRET, "--quiet"),
             *(("--cert", tls[0], "--key", tls[1]) if tls else ()),
             *("--port", f"127.0.0.1:{port}", "--iam-dir", directory / "users"),
-            *("--iam-cache-disable", "posix", self._root),
+            *("--iam-cache-disable", "posix", root),
         ]
         super().__init__(port, command, STARTED_WITHIN_S)
         for name, secret in (users or {}).items():
