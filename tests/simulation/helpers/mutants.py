@@ -444,8 +444,8 @@ MUTANTS = (
         edits=(
             (
                 f"{ELASTIC}/session.py",
-                "        body.proved = self._world.finish_collectives()\n",
-                "",
+                "            body.proved = self._world.finish_collectives()\n",
+                "            pass\n",
             ),
         ),
     ),

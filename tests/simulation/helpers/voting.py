@@ -94,6 +94,7 @@ SCRIPTS = {
     "reduces after its optimizer": StandingAction.LINE,
     "reduces on the device": StandingAction.LIVE,
     "reduces on the device after its optimizer": StandingAction.LINE,
+    "skips an optimizer on one rank": StandingAction.LIVE,
     "scales its loss": StandingAction.LIVE,
     "scales its loss for a fused optimizer": StandingAction.LIVE,
 }
@@ -316,7 +317,7 @@ class ReplicasExchange:
 class ReplicasWorld:
     """The part of `World` that a session uses."""
 
-    stays, size, nproc = True, RANKS, 1
+    stays, groups_stay, size, nproc = True, False, RANKS, 1
     failure: Exception | None = None
 
     def __init__(self, cluster: Cluster, rank: int) -> None:
@@ -500,6 +501,9 @@ def run_step(
     model.bias.grad = total[0].clone() if before is None else total[0] + model.bias.grad
     if script == "adds gradients up over steps" and number == FAULTY_STEP - 1:
         return
+    if script == "skips an optimizer on one rank" and number == FAULTY_STEP - 2:
+        update_or_skip(cluster, world, model, optimizer, number)
+        return
     cluster.at("before-vote", rank, number)
     if script == "changes a parameter before the vote":
         with torch.no_grad():
@@ -520,6 +524,19 @@ def run_step(
         cluster.meet(world.epoch, ("report", number), rank, 0)
     if script == "reduces on the device after its optimizer":
         world.queued.append(partial(cluster.meet, world.epoch, ("report", number), rank, 0))
+    model.weight.grad = model.bias.grad = None
+
+
+def update_or_skip(cluster: Cluster, world: Any, model: Any, optimizer: Any, step: int) -> None:
+    """Update by the optimizer, or on rank 0 without it, and let the devices reduce something
+    afterwards."""
+    if world.rank:
+        optimizer.step()
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(LEARNING_RATE * parameter.grad)
+    world.queued.append(partial(cluster.meet, world.epoch, ("report", step), world.rank, 0))
     model.weight.grad = model.bias.grad = None
 
 

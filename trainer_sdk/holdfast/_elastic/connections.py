@@ -9,7 +9,7 @@ as `cpu:gloo,cuda:nccl`. So each backend of a group is treated by itself.
 gloo and NCCL end differently. A gloo collective blocks its thread, fails when its connections
 close, and has a result when it returns. A collective of NCCL returns when the device has it in its
 queue. To abort its communicator ends it on the device, with whatever bytes are there, and the
-thread learns of that only if it asks. So before a result may count, `finish` waits for the device
+thread learns of that only if it asks. So before a result may count, `finish` waits for the devices
 and asks. Communicators that can be reconfigured are revoked by an abort and kept until the next
 `reconfigure`; torch's watchdog does no more than that to them, whatever
 `TORCH_NCCL_ASYNC_ERROR_HANDLING` says, so it never ends this process.
@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from holdfast._elastic import groups as gloo_groups
-from holdfast_core.errors import ProtocolError, UnreachableError
+from holdfast_core.errors import InvalidJobError, ProtocolError, UnreachableError
 
 _log = logging.getLogger("holdfast")
 _GLOO, _NCCL = frozenset({"gloo"}), frozenset({"nccl", "nccl2"})
@@ -104,7 +104,8 @@ def connect(
         epoch: membership epoch, by which torch tells the connections of one world from those of
             another: it names the key of NCCL's id in the store.
         timeout_s: time that each backend may take.
-        local_rank: number of the device on which NCCL connects, unless the script has chosen one.
+        local_rank: number of the device on which NCCL connects, unless the script has chosen one
+            other than the first, which is also the present one where none was chosen.
 
     Raises:
         ProtocolError: ranks have different backends.
@@ -160,21 +161,27 @@ def close_for_good(
 
 
 def settle() -> None:
-    """Wait until the device has nothing more to do, so that no collective that was ended writes
-    into a tensor from then on."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    """Wait until the devices of this process have nothing more to do, so that no collective that was
+    ended writes into a tensor from then on."""
+    for index in _used_devices():
+        torch.cuda.synchronize(index)
 
 
 def finish(finished: Iterable[Any]) -> None:
-    """Wait until the device has computed what is queued on the present stream, and check that no
-    collective of NCCL in these groups was ended before it had its result.
+    """Wait until the devices of this process have computed all that is queued, on any stream, and
+    check that no collective of NCCL in these groups was ended before it had its result.
 
     Raises:
-        UnreachableError: one was.
+        InvalidJobError: a CUDA graph is being captured, so nothing is computed.
+        UnreachableError: a collective was ended.
     """
-    if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise InvalidJobError(
+            "an optimizer steps while a CUDA graph is captured, and no rank votes when the graph "
+            "is replayed: capture the forward and backward passes only, or give holdfast.init "
+            "Settings(go_on_live=False)"
+        )
+    settle()
     for backend in _nccl_backends(finished):
         ask = getattr(backend, "get_error", None)  # older versions of torch lack it
         error = ask().name if ask is not None else "SUCCESS"
@@ -188,16 +195,31 @@ class Begun:
     """The collectives of NCCL that this process has begun in some groups until now."""
 
     def __init__(self, begun: Iterable[Any] = ()) -> None:
-        self._numbers = [
-            (backend, backend._get_sequence_number_for_group()) for backend in _nccl_backends(begun)
-        ]
+        self._numbers = _numbers_of(begun)
 
-    @property
-    def more(self) -> bool:
-        """Whether it has begun others since."""
-        return any(
-            backend._get_sequence_number_for_group() != number for backend, number in self._numbers
-        )
+    def more(self, begun: Iterable[Any]) -> bool:
+        """Whether it has begun others since, now that `begun` are its groups. Messages do not count
+        where torch numbers only collectives."""
+        return _numbers_of(begun) != self._numbers
+
+
+def _numbers_of(begun: Iterable[Any]) -> dict[str, list[int]]:
+    """Number of the newest collective of each communicator, by the name of its group. It keeps no
+    group alive."""
+    numbers: dict[str, list[int]] = {}
+    for group in begun:
+        for backend in _nccl_backends([group]):
+            number = backend._get_sequence_number_for_group()
+            numbers.setdefault(group.group_name, []).append(number)
+    return numbers
+
+
+def _used_devices() -> list[int]:
+    """Indices of the devices on which this process computes, whichever of them is the present one.
+    To wait for another one would make a context there."""
+    if not torch.cuda.is_initialized():
+        return []
+    return [one for one in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(one)]
 
 
 def _backends(group: Any) -> list[Any]:

@@ -48,6 +48,7 @@ from holdfast_core.errors import (
     BeginsAnewError,
     HoldfastError,
     InvalidJobError,
+    SaveFailedError,
     UnreachableError,
 )
 from holdfast_core.protection.replaying import ReplayPlan
@@ -135,7 +136,7 @@ class StepBody:
         """Whether a failure cut the step off before its vote passed."""
         self.proved: Begun | None = None
         """The collectives on the device that were begun before its vote, and have results; None
-        before the vote."""
+        before the vote, and after one at the end of the body."""
         self._start: StepStart | None = None
         self._problem = ""
 
@@ -318,11 +319,12 @@ class ElasticSession(Session):
         # A repeated step was voted on and saved in its first execution.
         if self._replaying is not None:
             return self._complete_repeated(self._replaying, body)
-        # Without an optimizer step there was no vote yet. Without votes, the world must still last.
+        # Without an optimizer step there was no vote yet. Without votes, the world must still last;
+        # where torch ends no process whose communicators have failed, ask these as well.
         if self._votes:
             if not (body.voted or self._passes_at_its_end(body)) or not self._ends_whole(body):
                 return False
-        elif self._world.ended:
+        elif self._world.ended or (self._world.groups_stay and not self._ends_whole(body)):
             return False
         # The step is complete. Note that before the save, so that it counts even if the world ends.
         self._hold(body)
@@ -437,9 +439,15 @@ class ElasticSession(Session):
                 self._vote(body)
             body.stepped = True
 
-    def _vote(self, body: StepBody) -> None:
+    def _vote(self, body: StepBody, *, at_end: bool = False) -> None:
         """Return once it is proved that all ranks have complete gradients of this step: the vote
         passed here, or the world ended and a surviving rank saw it pass. Collective.
+
+        Args:
+            at_end: whether the body is over, and no optimizer of this rank has stepped in it. Its
+                device may then wait for collectives that the others begin after their vote, so it
+                is waited for afterwards. Such gradients add up, so nothing is lost if this rank
+                does not finish the step without the others.
 
         Raises:
             UnreachableError: there is no such proof, so the step is cut off.
@@ -452,7 +460,8 @@ class ElasticSession(Session):
             raise UnreachableError(
                 f"step {body.step} has no complete gradients: a collective failed"
             ) from self._world.failure
-        body.proved = self._world.finish_collectives()
+        if not at_end:
+            body.proved = self._world.finish_collectives()
         # Vote: the sum is complete only if every rank has come this far.
         try:
             [total] = self._exchange.add([body.step])
@@ -463,7 +472,7 @@ class ElasticSession(Session):
             total = None
         # If the vote failed here, ask the surviving ranks whether it passed for one of them.
         if total is None:
-            body.cut = not self._has_vote_passed_elsewhere(body)
+            body.cut = at_end or not self._has_vote_passed_elsewhere(body)
             if body.cut:
                 raise UnreachableError(f"step {body.step} was cut off before its vote passed")
         elif total != body.step * self._world.size:
@@ -477,7 +486,7 @@ class ElasticSession(Session):
         """Vote on a step in which no optimizer stepped, so that every step has exactly one vote.
         Return whether it passed."""
         try:
-            self._vote(body)
+            self._vote(body, at_end=True)
         except Exception as error:
             if not self.survives(error):
                 raise
@@ -485,7 +494,8 @@ class ElasticSession(Session):
         return True
 
     def _ends_whole(self, body: StepBody) -> bool:
-        """Whether collectives that the device has computed after the vote have their results."""
+        """Whether collectives that were begun after the vote, or without one, have their results on
+        the device."""
         try:
             self._world.finish_collectives(body.proved)
         except Exception as error:
@@ -608,6 +618,7 @@ class ElasticSession(Session):
         if held.step is not None:
             self._held = replace(held, torn="its restore was cut off")
         step = session.restore(no_replay)
+        self._world.finish_collectives()  # ranks may have passed the bytes on between devices
         if step is not None or held.step is None:
             self._hold_after(step or 0)
         # A fresh start: the daemon must know if losing this member would lose everything.
@@ -693,6 +704,7 @@ class ElasticSession(Session):
             sources = {rank: replicated[rank] for rank in plan.given}
             if not session.hand_over(replace(verdict, sources=sources), plan.scope):
                 return f"ranks {list(plan.given)} did not get the state of their replicas"
+            self._world.finish_collectives()
             if self._world.rank in plan.given:
                 self._hold_after(plan.target)
             self._return_logs(plan.given, plan.scope)
@@ -748,6 +760,7 @@ class ElasticSession(Session):
         """
         # Wait for every rank: a replay takes as long as the steps that it repeats.
         self._replaying = None
+        self._world.finish_collectives()  # a repeated step has no vote that would do so
         replayed = "" if self._pipeline is None else self._pipeline.end_replay()
         texts = self._world.gather_patiently(problem or replayed)
         problems = list(dict.fromkeys(text for text in texts if text))
@@ -788,12 +801,24 @@ class ElasticSession(Session):
 
     def save(self, step: int) -> SaveHandle:
         if not self._saves:
-            return self._session.save(step)
+            return self._save_of_script(step)
         handle = SaveHandle(0)
         handle._fail(
             InvalidJobError("session.steps saves after each step; do not call save as well")
         )
         return handle
+
+    def _save_of_script(self, step: int) -> SaveHandle:
+        """Save for a loop without `steps`, whose ranks do not vote: torch ends no process here whose
+        communicators have failed, so they are asked whether the state is complete."""
+        if self._world.groups_stay:
+            try:
+                self._world.finish_collectives()
+            except Exception as error:  # `save` never raises.
+                handle = SaveHandle(0)
+                handle._fail(SaveFailedError(f"save({step}): the state is incomplete: {error}"))
+                return handle
+        return self._session.save(step)
 
     def count_tokens(
         self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None

@@ -641,7 +641,7 @@ class World:
         """
         if not self._on_device:
             return connections.Begun()
-        if since is not None and not since.more:
+        if since is not None and not since.more([*c10d._world.pg_map]):
             return since
         try:
             connections.finish([*c10d._world.pg_map])

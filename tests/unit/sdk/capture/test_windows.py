@@ -272,7 +272,7 @@ def test_a_job_may_change_to_windows_and_back(
 class OneRank:
     """World of one process that stays; each time it is cut off, another one begins."""
 
-    stays, size, ended = True, 1, False
+    stays, size, ended, groups_stay = True, 1, False, False
     failure: Exception | None = None
     verdict: StandingVerdict | None = None
 

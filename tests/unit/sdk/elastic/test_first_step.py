@@ -14,7 +14,12 @@ from holdfast._agree.exchange import Alone
 from holdfast._elastic.session import ElasticSession
 from holdfast._exits import exit_code_of
 from holdfast.testing import FakeDaemon
-from holdfast_core.errors import BeginsAnewError, ReplicasDivergedError, UnreachableError
+from holdfast_core.errors import (
+    BeginsAnewError,
+    ReplicasDivergedError,
+    SaveFailedError,
+    UnreachableError,
+)
 from holdfast_core.exit_codes import BEGINS_ANEW
 from holdfast_core.protection.standing import (
     RankStanding,
@@ -65,7 +70,7 @@ class FirstStep:
     stays, rank, size, nproc = True, 0, 1, 1
     failure: Exception | None = None
     verdict: StandingVerdict | None = None
-    ended = False
+    ended, groups_stay = False, False
 
     def __init__(self, statements: Statements) -> None:
         self._statements = statements
@@ -203,3 +208,69 @@ def test_nobody_goes_on_live_with_the_state_of_replicas_that_differ(
     [verdict] = world.verdicts
     assert verdict.action is (StandingAction.LINE if differs else StandingAction.LIVE)
     assert ("its replicas differ" in verdict.reason) == differs
+
+
+class RevokedStep(FirstStep):
+    """A world whose groups stay: its communicators may fail while it lasts, and nothing else does.
+
+    Attributes:
+        fails: whether one has failed.
+    """
+
+    groups_stay, fails = True, False
+
+    def finish_collectives(self, since: Any = None) -> Any:
+        if self.fails:
+            raise UnreachableError("a collective of NCCL was ended before it had a result")
+        return since
+
+    def form(self) -> None:
+        super().form()
+        self.fails = False
+
+
+def test_without_votes_no_step_counts_whose_communicators_have_failed(
+    trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    """torch would end the process, but does not where groups stay."""
+    world = RevokedStep(lambda own: [own])
+    session = session_in(world, trainer, open_session, tmp_path, votes=False)
+    run = list[int]()
+    with pytest.raises(BeginsAnewError):
+        for step in session.steps(3):
+            with step:
+                run.append(int(step))
+                trainer.train()
+                world.fails = True
+    assert run == [1]
+    assert session._held.step == 0, "step 1 counts"
+
+
+def test_a_loop_that_calls_save_itself_saves_nothing_once_a_communicator_has_failed(
+    trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    world = RevokedStep(lambda own: [own])
+    session = session_in(world, trainer, open_session, tmp_path)
+    session.restore()
+    trainer.train()
+    assert session.save(1).committed.result(WAIT_S) is not None
+    world.fails = True
+    trainer.train()
+    with pytest.raises(SaveFailedError, match="ended before it had a result"):
+        session.save(2).committed.result(WAIT_S)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_restore_counts_once_the_devices_have_its_bytes(
+    begins: bool, trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    world = RevokedStep(lambda own: [own])
+    session = session_in(world, trainer, open_session, tmp_path)
+    world.fails = begins
+    if not begins:
+        session.restore()
+        assert session._held.step == 0
+        return
+    with pytest.raises(UnreachableError, match="ended before it had a result"):
+        session.restore()
+    assert session._held.step is None

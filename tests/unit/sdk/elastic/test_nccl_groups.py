@@ -3,8 +3,11 @@ plays NCCL (`played_nccl`)."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -256,9 +260,9 @@ def leave_collectives(process: int, socket: str, port: str, backend: str) -> Non
         one.world.join()
     assert total_of(late) == 2**RANKS - 1
     begun = one.world.finish_collectives()
-    assert not begun.more
+    assert not begun.more(c10d._world.pg_map)
     assert total_of(None) == 2**RANKS - 1
-    assert begun.more
+    assert begun.more(c10d._world.pg_map)
     one.end()
 
 
@@ -330,11 +334,15 @@ class Communicator:
             raise RuntimeError("NCCL Abort failed")
 
 
-def group_of(*backends: Any) -> Any:
+def group_of(*backends: Any, name: str = "0") -> Any:
     kinds = [torch.device("cpu"), torch.device("cuda")][: len(backends)]
     served = dict(zip(kinds, backends, strict=True))
     return SimpleNamespace(
-        _device_types=kinds, _get_backend=served.__getitem__, size=lambda: 1, rank=lambda: 0
+        _device_types=kinds,
+        _get_backend=served.__getitem__,
+        group_name=name,
+        size=lambda: 1,
+        rank=lambda: 0,
     )
 
 
@@ -349,12 +357,63 @@ def test_no_result_counts_once_a_communicator_has_failed(error: str) -> None:
 
 def test_only_collectives_of_nccl_are_waited_for() -> None:
     plain, nccl = Communicator("gloo"), Communicator()
-    begun = Begun([group_of(plain, nccl)])
+    first = group_of(plain, nccl)
+    begun = Begun([first])
     plain.number += 1
-    assert not begun.more
+    assert not begun.more([first, group_of(plain, name="of gloo")])
     nccl.number += 1
-    assert begun.more
-    assert not Begun().more
+    assert begun.more([first])
+    assert not Begun().more([])
+
+
+def test_a_group_that_was_made_or_destroyed_since_may_have_had_collectives() -> None:
+    first, second = group_of(Communicator()), group_of(Communicator(), name="1")
+    assert Begun([first]).more([first, second])
+    assert Begun([first, second]).more([first])
+
+
+def test_what_was_begun_keeps_no_communicator_alive() -> None:
+    communicator = Communicator()
+    seen = weakref.ref(communicator)
+    begun = Begun([group_of(communicator)])
+    del communicator
+    gc.collect()
+    assert seen() is None
+    assert begun.more([])
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Four devices, of which this process computes on those in the list, and has the first one as
+    the present one. The list of those that it has waited for is `waited`."""
+    used = list[int]()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", used.__contains__)
+    return used
+
+
+@pytest.mark.parametrize("wait", [connections.settle, lambda: finish([])], ids=["settle", "finish"])
+def test_the_devices_of_the_process_are_waited_for_and_no_other_one(
+    wait: Callable[[], None], devices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = list[int]()
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    wait()
+    assert not waited
+    devices += [2, 3]
+    wait()
+    assert waited == [2, 3]
+
+
+@pytest.mark.usefixtures("devices")
+def test_an_optimizer_does_not_step_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(InvalidJobError, match="capture the forward and backward passes only"):
+        finish([])
 
 
 def test_all_communicators_are_revoked_even_if_one_of_them_fails(
