@@ -68,7 +68,7 @@ def init(
             those of gloo do, so that sharded models train on with the same processes. It has not
             been tried on several devices yet. None: `HOLDFAST_NCCL_STAYS`, which is off by default.
             Equal on all ranks. Call `torch.cuda.set_device` first, unless the device of this
-            process is the one with the number `LOCAL_RANK`.
+            process is the one with the number `LOCAL_RANK`; device 0 counts as not chosen.
 
     Raises:
         InvalidJobError: `nccl_stays`, and this version or setting of torch cannot do it.

@@ -161,8 +161,8 @@ def close_for_good(
 
 
 def settle() -> None:
-    """Wait until the devices of this process have nothing more to do, so that no collective that was
-    ended writes into a tensor from then on."""
+    """Wait until the devices of this process have nothing more to do, so that no collective that
+    was ended writes into a tensor from then on."""
     for index in _used_devices():
         torch.cuda.synchronize(index)
 
@@ -219,7 +219,9 @@ def _used_devices() -> list[int]:
     To wait for another one would make a context there."""
     if not torch.cuda.is_initialized():
         return []
-    return [one for one in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(one)]
+    return [
+        one for one in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(one)
+    ]
 
 
 def _backends(group: Any) -> list[Any]:

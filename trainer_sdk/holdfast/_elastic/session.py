@@ -809,8 +809,8 @@ class ElasticSession(Session):
         return handle
 
     def _save_of_script(self, step: int) -> SaveHandle:
-        """Save for a loop without `steps`, whose ranks do not vote: torch ends no process here whose
-        communicators have failed, so they are asked whether the state is complete."""
+        """Save for a loop without `steps`, whose ranks do not vote. Where groups stay, torch ends
+        no process whose communicators have failed, so ask these whether the state is complete."""
         if self._world.groups_stay:
             try:
                 self._world.finish_collectives()

@@ -637,6 +637,7 @@ class World:
                 at once.
 
         Raises:
+            InvalidJobError: a CUDA graph is being captured.
             UnreachableError: one was ended before, or the world has ended.
         """
         if not self._on_device:
