@@ -575,8 +575,9 @@ class PlayedGroup:
 class PipelineWorld:
     """The part of `World` that a session and a pipeline use."""
 
-    stays, groups_stay, nproc = True, False, 1
+    stays, nproc, any_size = True, 1, False
     failure: Exception | None = None
+    groups_stay = False
 
     def __init__(self, cluster: Cluster, process: Process) -> None:
         self._cluster, self._process, self.rank = cluster, process, process.rank
