@@ -575,7 +575,7 @@ class PlayedGroup:
 class PipelineWorld:
     """The part of `World` that a session and a pipeline use."""
 
-    stays, nproc = True, 1
+    stays, nproc, any_size = True, 1, False
     failure: Exception | None = None
 
     def __init__(self, cluster: Cluster, process: Process) -> None:
