@@ -301,12 +301,16 @@ class DeviceHasher:
             self._test(device, piece_bytes)
         self.settle()
 
+    def trusts(self, device: torch.device, piece_bytes: int) -> bool:
+        """Whether a device may hash pieces of this size now. The first call begins its test."""
+        return self._test(device, piece_bytes).kernel is not None
+
     def begin(self, found: DevicePieces, count: int, skip: Flags | None) -> HashesOnDevice:
-        """Queue the hashes of the first `count` pieces on the current streams, in front of their
-        copies. Never raises.
+        """Queue the hashes of the first `count` pieces on the current streams: in front of the
+        copies of a capture, behind those of a restore. Never raises.
 
         Args:
-            skip: pieces that are not captured, bool [at most `count`]; None skips no piece.
+            skip: pieces that are not to be hashed, bool [at most `count`]; None skips no piece.
         """
         wanted = np.ones(count, dtype=bool)
         if skip is not None:

@@ -18,12 +18,13 @@ units, ranks or daemons.
 from __future__ import annotations
 
 import ctypes
+import logging
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,8 @@ from holdfast._copying.devices import Device, DeviceMove, Download, Fence, Group
 from holdfast._copying.gathering import GAP_BYTES_MAX, GATHERED_BYTES_MAX, Gather, gather
 from holdfast._copying.placed import Flags, Placed
 from holdfast._copying.strided import copy_of_span
+from holdfast._copying.uploading import Uploads
+from holdfast_core.errors import CorruptError
 from holdfast_core.snapshots.layouts import piece_count
 
 BLOCK_PIECES = 16
@@ -48,9 +51,16 @@ GROUP_BLOCKS = 4
 """Number of blocks that a device copies at a time: 16 MiB, so that the microseconds that it takes
 to begin a copy hardly count."""
 
+_PIN = -1
+"""Work of a restore that pins the arena; its other work has the number of a block's first piece."""
+
 _memmove = ctypes.memmove
+_log = logging.getLogger("holdfast")
 
 Digests = npt.NDArray[np.uint64]
+
+_Range = tuple[int, torch.Tensor]
+"""Pair of the first byte in the payload and a uint8 tensor within one tensor of the snapshot."""
 
 HostMove = tuple[int, int, int]
 """Triple of the first byte in the slot, the address of the tensor's bytes and the number of bytes;
@@ -104,6 +114,8 @@ class CopyEngine:
         self._device, self._hasher = device, hasher
         self.hashed_on_device_bytes = 0
         """Bytes of the newest capture that were hashed on the devices that hold them."""
+        self.verified_on_device_bytes = 0
+        """Bytes of the newest restore that were verified on the devices that hold them."""
         self._busy = False
         """Whether the threads have work."""
         self._helpers = [_Helper(index) for index in range(threads - 1)]
@@ -113,6 +125,12 @@ class CopyEngine:
         be hashed by threads. Takes seconds where there are devices."""
         if self._hasher is not None:
             self._hasher.prepare(self._device.members(), piece_bytes)
+
+    def begin_test(self, piece_bytes: int) -> None:
+        """Begin to find that out, and return at once."""
+        if self._hasher is not None:
+            for device in self._device.members():
+                self._hasher.trusts(device, piece_bytes)
 
     def settle(self) -> None:
         """Wait until no device is being tested, at most half a minute. Any thread may call it."""
@@ -220,7 +238,8 @@ class CopyEngine:
 
         A piece is hashed right after it was copied, while it is in cache: the reverse order costs
         1.4 times as much. So when this raises, tensors may hold bytes that do not match; the caller
-        must not use any of them then.
+        must not use any of them then. With a hasher, the device itself copies out of the arena and
+        verifies what has arrived, where it can.
 
         The device finishes the work that is queued on the calling thread's stream before it writes
         the tensors. Otherwise kernels that initialise a model could overwrite the restored bytes.
@@ -230,12 +249,28 @@ class CopyEngine:
 
         Raises:
             BadPieceError: for a piece that does not match; tensors are then partly written.
+            CorruptError: a device does not hold the bytes that were copied to it.
         """
-        size, end = plan.piece_bytes, payload_bytes
-        count = -(-end // size)
-        arena, slots, slot_bytes = source.arena, source.slots(count), source.layout.slot_bytes
-        expected = np.frombuffer(digests, dtype="<u8").tolist()
-        moves_of, device_moves, none = plan.host_moves, plan.device_moves, ()
+        pieces = _Pieces(plan, source, payload_bytes, digests)
+        left: Sequence[int] = pieces.firsts
+        again: list[_Range] = []
+        self.verified_on_device_bytes = 0
+        if self._hasher is not None and plan.device_moves:
+            left, again = self._upload(pieces, self._hasher)
+        if left:
+            self._restore_blocks(pieces, left)
+        if again and self.first_differing(again, source) is not None:
+            raise CorruptError(
+                f"{again[0][1].device} holds other bytes than were copied to it, twice; look for "
+                f"errors of its memory, and restore on another device"
+            )
+        with torch.no_grad():  # on the calling thread's stream: before what it does next
+            plan.gather.distribute()
+
+    def _restore_blocks(self, pieces: _Pieces, firsts: Sequence[int]) -> None:
+        """Restore the blocks that begin with the pieces `firsts`: threads copy each of them into a
+        buffer, and to the device once it is verified. Raises BadPieceError as `restore`."""
+        size, end, device_moves = pieces.size, pieces.end, pieces.plan.device_moves
         buffers, fence = threading.local(), self._device.fence()
 
         def own_buffer() -> torch.Tensor:
@@ -246,29 +281,114 @@ class CopyEngine:
 
         def block(first: int) -> None:
             low, index = first * size, first // BLOCK_PIECES
-            address = source.address + source.start(first) + low
-            populate(address, min(BLOCK_PIECES * size, end - low))
-            uploads = device_moves[index] if index < len(device_moves) else none
+            populate(pieces.address(first), min(BLOCK_PIECES * size, end - low))
+            uploads = device_moves[index] if index < len(device_moves) else ()
             buffer = own_buffer() if uploads else None
-            for piece in range(first, min(first + BLOCK_PIECES, count)):
-                base, at = slots[piece] * slot_bytes, piece * size
-                address, nbytes = source.address + base, min(size, end - at)
-                for start, target, length in moves_of[piece] if piece < len(moves_of) else none:
-                    _memmove(target, address + start, length)
+            for piece in range(first, min(first + BLOCK_PIECES, pieces.count)):
+                pieces.copy_to_host(piece)
                 if buffer is not None:
-                    _memmove(buffer.data_ptr() + at - low, address + at, nbytes)
-                if xxh3_64_intdigest(arena[base + at : base + at + nbytes]) != expected[piece]:
-                    raise BadPieceError(piece)
+                    at = piece * size
+                    target = buffer.data_ptr() + at - low
+                    _memmove(target, pieces.address(piece), min(size, end - at))
+                pieces.verify(piece)
             if buffer is not None:
                 self._device.upload(uploads, buffer, low, fence)
 
-        self._run(block, range(0, count, BLOCK_PIECES))
-        with torch.no_grad():  # on the calling thread's stream: before what it does next
-            plan.gather.distribute()
+        self._run(block, firsts)
 
-    def first_differing(
-        self, ranges: Sequence[tuple[int, torch.Tensor]], source: Placed
-    ) -> int | None:
+    def _upload(self, pieces: _Pieces, hasher: DeviceHasher) -> tuple[Sequence[int], list[_Range]]:
+        """Let the device copy out of the arena by itself, and verify what it holds then. Threads
+        copy and verify everything that is not the device's meanwhile, and verify the arena as long
+        as the device is not trusted to.
+
+        Returns:
+            First pieces of the blocks that threads have to restore; and ranges to compare with the
+            snapshot after that, as they did not match.
+
+        Raises:
+            BadPieceError: for a piece of the arena that does not match; tensors are then partly
+                written, with the bytes of that piece as well.
+        """
+        plan, source, firsts = pieces.plan, pieces.source, pieces.firsts
+        count, size = pieces.count, pieces.size
+        if max(move.start + move.nbytes for move in chain(*plan.device_moves)) > pieces.end:
+            return firsts, []
+        uploads = Uploads(plan.device_moves, source, count, size * BLOCK_PIECES)
+        fence, by_device = self._device.fence(), plan.on_device.by_device()
+        owner = np.zeros(count, dtype=int)
+        """Number of the device that can verify a piece; 0 for none."""
+        for number, of_device in enumerate(by_device, 1):
+            owner[of_device.pieces] = number
+            hasher.trusts(of_device.device, size)  # begins its test
+        verified: Flags = np.zeros(count, dtype=bool)
+
+        def block(first: int) -> None:
+            trusted = [False, *(hasher.trusts(one.device, size) for one in by_device)]
+            for piece in range(first, min(first + BLOCK_PIECES, count)):
+                pieces.copy_to_host(piece)
+                if not trusted[owner[piece]]:
+                    pieces.verify(piece)
+                    verified[piece] = True
+
+        with self._device.uploading(source.address, fence) as upload:
+            ranges = uploads.ranges()
+            if not all(upload(first) for first in islice(ranges, 1)):
+                return firsts, []
+
+            def work(first: int) -> None:
+                if first >= 0:
+                    block(first)
+                    return
+                for number, of_arena in enumerate(ranges, 1):
+                    if not upload(of_arena):
+                        uploads.leave(number)
+                        return
+
+            # One thread pins; the others verify, and so does it afterwards.
+            self._run(work, [_PIN, *firsts])
+            with torch.no_grad(), self._device.after(fence):
+                hashes = hasher.begin(plan.on_device, count, verified | uploads.left)
+                arrival = self._device.arrival()
+            rest = np.flatnonzero(~(verified | uploads.left | hashes.on_device)).tolist()
+            self._run(pieces.verify, rest)
+            try:
+                arrival.wait()
+            except Exception as error:
+                hashes.fail(error)
+                raise
+            found: Digests = np.zeros(count, dtype="<u8")
+            hashes.write(found)
+            self.verified_on_device_bytes = int(hashes.on_device.sum()) * size
+            wrong = found != np.array(pieces.expected, dtype="<u8")
+            bad = np.flatnonzero(hashes.on_device & wrong).tolist()
+        again = self._judge(pieces, bad, hashes) if bad else []
+        left = uploads.left.copy()
+        left[bad if again else []] = True
+        return [first for first in firsts if left[first : first + BLOCK_PIECES].any()], again
+
+    def _judge(self, pieces: _Pieces, bad: Sequence[int], hashes: HashesOnDevice) -> list[_Range]:
+        """Find out why a device has other digests of the pieces `bad`.
+
+        Returns:
+            Ranges of these pieces, if the device holds other bytes than the arena. None if it holds
+            the same: then its kernel is wrong, and threads hash from then on.
+
+        Raises:
+            BadPieceError: the bytes in the arena do not match.
+        """
+        self._run(pieces.verify, bad)
+        ranges = [part for piece in bad for part in pieces.on_device(piece)]
+        if self.first_differing(ranges, pieces.source) is not None:
+            _log.warning(
+                "%s holds other bytes than were copied to it, in %d pieces; they are copied again",
+                ranges[0][1].device,
+                len(bad),
+            )
+            return ranges
+        hashes.fail(RuntimeError(f"its digest of piece {bad[0]} is not that of the bytes"))
+        return []
+
+    def first_differing(self, ranges: Sequence[_Range], source: Placed) -> int | None:
         """Compare tensors with the bytes of a snapshot.
 
         Args:
@@ -344,6 +464,46 @@ class CopyEngine:
             self._busy = busy
         if failures:
             raise failures[0]
+
+
+class _Pieces:
+    """The pieces of a snapshot on their way to live tensors; see `CopyEngine.restore`."""
+
+    def __init__(self, plan: CopyPlan, source: Placed, payload_bytes: int, digests: bytes) -> None:
+        self.plan, self.source = plan, source
+        self.size, self.end = plan.piece_bytes, payload_bytes
+        self.count = piece_count(payload_bytes, self.size)
+        self.firsts = range(0, self.count, BLOCK_PIECES)
+        """First piece of each block."""
+        self.expected: list[int] = np.frombuffer(digests, dtype="<u8").tolist()
+        self._bases = [slot * source.layout.slot_bytes for slot in source.slots(self.count)]
+        """Bytes to add to a payload offset in each piece."""
+
+    def address(self, piece: int) -> int:
+        """Address of a piece in the arena."""
+        return self.source.address + self._bases[piece] + piece * self.size
+
+    def copy_to_host(self, piece: int) -> None:
+        """Copy the bytes of a piece that belong to tensors in host memory."""
+        if piece < len(self.plan.host_moves):
+            address = self.source.address + self._bases[piece]
+            for start, target, nbytes in self.plan.host_moves[piece]:
+                _memmove(target, address + start, nbytes)
+
+    def verify(self, piece: int) -> None:
+        """Raise BadPieceError unless the bytes of a piece in the arena match its digest."""
+        base, at = self._bases[piece], piece * self.size
+        view = self.source.arena[base + at : base + min(at + self.size, self.end)]
+        if xxh3_64_intdigest(view) != self.expected[piece]:
+            raise BadPieceError(piece)
+
+    def on_device(self, piece: int) -> Iterator[_Range]:
+        """Yield the ranges of a piece that belong to tensors on a device."""
+        low, high = piece * self.size, (piece + 1) * self.size
+        for move in self.plan.device_moves[piece // BLOCK_PIECES]:
+            begin, end = max(move.start, low), min(move.start + move.nbytes, high)
+            if begin < end:
+                yield begin, move.flat[begin - move.start : end - move.start]
 
 
 class _Capture:
