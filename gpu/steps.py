@@ -44,6 +44,7 @@ STEPS = (
     Step(path="tests/gpu/test_device_hashes.py", limit_s=60),
     Step(path="tests/gpu/test_kill.py", limit_s=60),
     Step(path="benchmarks/gpu/hashing.py", limit_s=45),
+    Step(path="benchmarks/gpu/restoring.py", limit_s=70),
     Step(path="benchmarks/gpu/copying.py", limit_s=60),
     Step(path="benchmarks/gpu/saving.py", limit_s=75),
     Step(path="benchmarks/gpu/step.py", limit_s=120),

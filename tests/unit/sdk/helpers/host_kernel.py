@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from xxhash import xxh3_64_intdigest
@@ -34,14 +35,17 @@ class HostDevice(CpuDevice):
 
     @contextmanager
     def uploading(self, address: int, fence: Fence) -> Iterator[Uploader]:
-        def upload(of_arena: UploadRange) -> bool:
-            end = of_arena.start + of_arena.nbytes
-            for move in of_arena.moves:
-                assert of_arena.start <= move.start <= move.start + move.nbytes <= end
-                ctypes.memmove(move.flat.data_ptr(), address + move.start, move.nbytes)
-            return True
+        del fence
+        yield partial(copy_at_once, address)
 
-        yield upload
+
+def copy_at_once(address: int, of_arena: UploadRange) -> bool:
+    """Make the copies out of a range of an arena at `address`."""
+    end = of_arena.start + of_arena.nbytes
+    for move in of_arena.moves:
+        assert of_arena.start <= move.start <= move.start + move.nbytes <= end
+        ctypes.memmove(move.flat.data_ptr(), address + move.start, move.nbytes)
+    return True
 
 
 class HostKernel:
