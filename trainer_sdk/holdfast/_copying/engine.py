@@ -324,7 +324,10 @@ class CopyEngine:
 
         def block(first: int) -> None:
             trusted = [False, *(hasher.trusts(one.device, size) for one in by_device)]
-            for piece in range(first, min(first + BLOCK_PIECES, count)):
+            last = min(first + BLOCK_PIECES, count)
+            if not all(trusted[number] for number in owner[first:last]):
+                populate(pieces.address(first), min(last * size, pieces.end) - first * size)
+            for piece in range(first, last):
                 pieces.copy_to_host(piece)
                 if not trusted[owner[piece]]:
                     pieces.verify(piece)
