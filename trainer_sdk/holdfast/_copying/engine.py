@@ -479,7 +479,8 @@ class _Pieces:
         self.firsts = range(0, self.count, BLOCK_PIECES)
         """First piece of each block."""
         self.expected: list[int] = np.frombuffer(digests, dtype="<u8").tolist()
-        self._bases = [slot * source.layout.slot_bytes for slot in source.slots(self.count)]
+        slot_bytes = source.layout.slot_bytes
+        self._bases = [slot * slot_bytes for slot in source.slots(self.count)]
         """Bytes to add to a payload offset in each piece."""
 
     def address(self, piece: int) -> int:

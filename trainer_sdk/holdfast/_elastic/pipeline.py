@@ -23,8 +23,8 @@ from holdfast._elastic.boundary_log import (
     Crossing,
     Key,
     LogPart,
-    bytes_of,
 )
+from holdfast._elastic.message_copies import begin_copy, bytes_of
 from holdfast._elastic.world import World, WorldGroup
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.replaying import ReplayPlan
@@ -215,7 +215,7 @@ class Pipeline:
                 self.world.add_up(tensor)
         else:
             self.replay.take(EVERYONE, key, tensor)
-        self.log.add_sent(EVERYONE, key, bytes_of(tensor))
+        self._log_sent(EVERYONE, key, tensor)
         return tensor
 
     def torch_group(self) -> WorldGroup:
@@ -255,10 +255,9 @@ class Pipeline:
         """Begin to send to rank `to`; see `Carrier`."""
         key = Key(self._step, Crossing.TENSOR, self._sent[to])
         self._sent[to] += 1
-        digest = self.log.add_sent(to, key, bytes_of(tensor))
-        if self.replay is not None and self.replay.has(to):
-            self.replay.compare(to, key, digest)
+        if self._repeats(to, key, tensor):
             return lambda: None
+        self._log_sent(to, key, tensor)
         work = self.world.start_send(_flat(tensor.contiguous()), to)
         return partial(self._wait, self._note(work))
 
@@ -339,14 +338,13 @@ class Pipeline:
         return self.topology.rank_at(dp=at.dp, tp=at.tp, pp=at.pp + stages)
 
     def _send(self, to: int, crossing: Crossing, number: int, tensor: torch.Tensor) -> None:
-        key, data = Key(self._step, crossing, number), bytes_of(tensor)
-        digest = self.log.add_sent(to, key, data)
-        if self.replay is not None and self.replay.has(to):
-            self.replay.compare(to, key, digest)
-        else:
-            flat = _flat(tensor.contiguous())
-            with self.idle():
-                self.world.send(flat, to)
+        key = Key(self._step, crossing, number)
+        if self._repeats(to, key, tensor):
+            return
+        self._log_sent(to, key, tensor)
+        flat = _flat(tensor.contiguous())
+        with self.idle():
+            self.world.send(flat, to)
 
     def _receive(
         self, source: int, crossing: Crossing, number: int, into: torch.Tensor
@@ -359,8 +357,29 @@ class Pipeline:
         else:
             with self.idle():
                 self.world.receive(_flat(into), source)
-        self.log.add_received(source, key, bytes_of(into))
+        self._log_received(source, key, into)
         return into
+
+    def _repeats(self, to: int, key: Key, tensor: torch.Tensor) -> bool:
+        """If a replay stands for rank `to`, log a message to it, compare it with the one that the
+        rank had received, and return True."""
+        if self.replay is None or not self.replay.has(to):
+            return False
+        digest = self.log.add_sent(to, key, bytes_of(tensor))
+        self.replay.compare(to, key, digest)
+        return True
+
+    def _log_sent(self, to: int, key: Key, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "cpu":
+            self.log.add_sent(to, key, bytes_of(tensor))
+        else:
+            self.log.add_sent_later(to, key, tensor.nbytes, begin_copy(tensor))
+
+    def _log_received(self, source: int, key: Key, into: torch.Tensor) -> None:
+        if into.device.type == "cpu":
+            self.log.add_received(source, key, bytes_of(into))
+        else:
+            self.log.add_received_later(source, key, into.nbytes, begin_copy(into))
 
     def _wait(self, on_way: _OnWay) -> None:
         with self.idle():
@@ -372,7 +391,7 @@ class Pipeline:
 
     def _arrive(self, source: int, key: Key, into: torch.Tensor, on_way: _OnWay) -> None:
         self._wait(on_way)
-        self.log.add_received(source, key, bytes_of(into))
+        self._log_received(source, key, into)
 
 
 def _finish(queue: deque[_Arrival], arrival: _Arrival) -> None:

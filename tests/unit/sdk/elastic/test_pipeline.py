@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
+from on_device import OnDevice
 from torch import nn
 
 import holdfast
+from holdfast._elastic import message_copies
 from holdfast._elastic.boundary_log import EVERYONE, BoundaryLog, Crossing, Key
+from holdfast._elastic.message_copies import bytes_of
 from holdfast._elastic.pipeline import SCHEDULES_FROM, BoundaryReplay, Pipeline
 from holdfast._elastic.stage_group import StageGroup
 from holdfast_core.errors import InvalidJobError
@@ -248,3 +254,72 @@ def test_what_a_schedule_keeps_of_an_ended_world_holds_no_transfer() -> None:
     on_way = list(pipeline._on_way)
     pipeline.drop()
     assert [each.work for each in on_way] == [None] * len(kept)
+
+
+class DeviceWorld(FakeWorld):
+    """World whose tensors are on a device. It only queues work."""
+
+    def send(self, flat: torch.Tensor, to: int) -> None:
+        del flat, to
+
+    def receive(self, flat: torch.Tensor, source: int) -> None:
+        del source
+        flat.fill_(7)
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        tensor.mul_(2)
+
+
+def test_messages_of_a_device_are_logged_without_a_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies = list[Callable[[], bytes]]()
+    go_on = threading.Event()
+
+    def queue_copy(tensor: torch.Tensor) -> Callable[[], bytes]:
+        assert isinstance(tensor, OnDevice)
+        data = bytes_of(tensor.held)  # as of now, whatever the program does next
+
+        def wait() -> bytes:
+            assert go_on.wait(30)
+            return data
+
+        copies.append(wait)
+        return wait
+
+    monkeypatch.setattr(message_copies, "_queue_copy", queue_copy)
+    monkeypatch.setattr(OnDevice, "waits", 0)
+    world: Any = DeviceWorld(0)
+    pipeline = Pipeline(world, TOPOLOGY, log_bytes=1000)
+    pipeline.begin(1)
+    out, into, total = (OnDevice(torch.full((4,), float(i))) for i in (1, 2, 3))
+    pipeline.send_activation(0, out)
+    out.zero_()
+    pipeline.receive_gradient(0, into)
+    pipeline.add_up(total)
+    pipeline.complete(1)
+    assert (OnDevice.waits, len(copies)) == (0, 3)
+    go_on.set()
+    part = pipeline.log.part_for([1, EVERYONE], after=0, to=1)
+    assert [message.data for message in part.sent] == [
+        bytes_of(torch.full((4,), 1.0)),
+        bytes_of(torch.full((4,), 6.0)),
+    ]
+    received = bytes_of(into.held)
+    assert [digest for _, digest in part.received] == [xxhash.xxh3_64_intdigest(received)]
+
+
+def test_where_a_device_has_no_room_for_a_duplicate_the_rank_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(tensor: torch.Tensor) -> Callable[[], bytes]:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(message_copies, "_queue_copy", full)
+    world: Any = DeviceWorld(0)
+    pipeline = Pipeline(world, TOPOLOGY, log_bytes=1000)
+    pipeline.begin(1)
+    pipeline.send_activation(0, OnDevice(torch.ones(3)))
+    pipeline.complete(1)
+    [message] = pipeline.log.part_for([1], after=0, to=1).sent
+    assert message.checked_bytes() == bytes_of(torch.ones(3))
