@@ -323,3 +323,12 @@ def test_where_a_device_has_no_room_for_a_duplicate_the_rank_waits(
     pipeline.complete(1)
     [message] = pipeline.log.part_for([1], after=0, to=1).sent
     assert message.checked_bytes() == bytes_of(torch.ones(3))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4097])
+def test_the_bytes_of_a_message_are_copied(nbytes: int) -> None:
+    arrived = (torch.arange(nbytes) + 7).to(torch.uint8)
+    data = message_copies._copied(arrived)
+    arrived.zero_()
+    assert data == bytes((number + 7) % 256 for number in range(nbytes))
+    assert not any(bytes(nbytes)), "no bytes object that others have was written"
