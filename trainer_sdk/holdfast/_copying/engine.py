@@ -359,26 +359,28 @@ class CopyEngine:
             except Exception as error:
                 hashes.fail(error)
                 raise
-            found: Digests = np.zeros(count, dtype="<u8")
-            hashes.write(found)
             self.verified_on_device_bytes = int(hashes.on_device.sum()) * size
-            wrong = found != np.array(pieces.expected, dtype="<u8")
-            bad = np.flatnonzero(hashes.on_device & wrong).tolist()
-        again = self._judge(pieces, bad, hashes) if bad else []
+        bad, again = self._judge(pieces, hashes)
         left = uploads.left.copy()
-        left[bad if again else []] = True
+        left[bad] = True
         return [first for first in firsts if left[first : first + BLOCK_PIECES].any()], again
 
-    def _judge(self, pieces: _Pieces, bad: Sequence[int], hashes: HashesOnDevice) -> list[_Range]:
-        """Find out why a device has other digests of the pieces `bad`.
+    def _judge(self, pieces: _Pieces, hashes: HashesOnDevice) -> tuple[Sequence[int], list[_Range]]:
+        """Compare the digests that devices have computed, and find out why some differ.
 
         Returns:
-            Ranges of these pieces, if the device holds other bytes than the arena. None if it holds
-            the same: then its kernel is wrong, and threads hash from then on.
+            Pieces of which a device holds other bytes than the arena, and their ranges. None if it
+            holds the same: then its kernel is wrong, and threads hash from then on.
 
         Raises:
             BadPieceError: the bytes in the arena do not match.
         """
+        found: Digests = np.zeros(pieces.count, dtype="<u8")
+        hashes.write(found)
+        wrong = hashes.on_device & (found != np.array(pieces.expected, dtype="<u8"))
+        bad = np.flatnonzero(wrong).tolist()
+        if not bad:
+            return [], []
         self._run(pieces.verify, bad)
         ranges = [part for piece in bad for part in pieces.on_device(piece)]
         if self.first_differing(ranges, pieces.source) is not None:
@@ -387,9 +389,9 @@ class CopyEngine:
                 ranges[0][1].device,
                 len(bad),
             )
-            return ranges
+            return bad, ranges
         hashes.fail(RuntimeError(f"its digest of piece {bad[0]} is not that of the bytes"))
-        return []
+        return [], []
 
     def first_differing(self, ranges: Sequence[_Range], source: Placed) -> int | None:
         """Compare tensors with the bytes of a snapshot.
