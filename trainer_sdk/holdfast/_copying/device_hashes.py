@@ -272,10 +272,11 @@ class HashesOnDevice:
         for _, pieces, arrived in self._queued:
             digests[pieces] = arrived.numpy().view(np.uint64)
 
-    def fail(self, error: BaseException) -> None:
-        """Leave later captures to threads: the queued work has failed."""
+    def fail(self, error: BaseException, device: torch.device | None = None) -> None:
+        """Leave later captures to threads: the queued work of `device` has failed, or all of it."""
         for test, _, _ in self._queued:
-            test.fail(error)
+            if device in (None, test.device):
+                test.fail(error)
 
 
 class DeviceHasher:
@@ -373,7 +374,7 @@ class _Test:
         device: torch.device,
         piece_bytes: int,
     ) -> None:
-        self._make_kernel, self._device, self._piece_bytes = make_kernel, device, piece_bytes
+        self._make_kernel, self.device, self._piece_bytes = make_kernel, device, piece_bytes
         self.kernel: Kernel | None = None
         """The kernel; None until it has proved to be right, and after a failure."""
         self.state = f"{device} is being tested"
@@ -391,23 +392,23 @@ class _Test:
     def fail(self, error: BaseException) -> None:
         """Leave all pieces to threads from now on."""
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        self.kernel, self.state = None, f"threads for {self._device} ({reason})"
+        self.kernel, self.state = None, f"threads for {self.device} ({reason})"
         _log.warning(
             "%s does not compute the checksums of its tensors; threads do, which takes longer: %s",
-            self._device,
+            self.device,
             reason,
         )
 
     def _run(self) -> None:
         try:
-            with _current(self._device), _stream_on(self._device), torch.no_grad():
-                kernel = self._make_kernel(self._device, self._piece_bytes)
-                _compare(kernel, self._device, self._piece_bytes)
+            with _current(self.device), _stream_on(self.device), torch.no_grad():
+                kernel = self._make_kernel(self.device, self._piece_bytes)
+                _compare(kernel, self.device, self._piece_bytes)
         except BaseException as error:
             self.fail(error)
         else:
-            self.kernel, self.state = kernel, f"{self._device}"
-            _log.info("%s computes the checksums of its tensors", self._device)
+            self.kernel, self.state = kernel, f"{self.device}"
+            _log.info("%s computes the checksums of its tensors", self.device)
         finally:
             self._ended.set()
 

@@ -253,17 +253,19 @@ class CopyEngine:
         """
         pieces = _Pieces(plan, source, payload_bytes, digests)
         left: Sequence[int] = pieces.firsts
-        again: list[_Range] = []
+        has_lost = False
         self.verified_on_device_bytes = 0
         if self._hasher is not None and plan.device_moves:
-            left, again = self._upload(pieces, self._hasher)
+            left, has_lost = self._upload(pieces, self._hasher)
         if left:
             self._restore_blocks(pieces, left)
-        if again and self.first_differing(again, source) is not None:
-            raise CorruptError(
-                f"{again[0][1].device} holds other bytes than were copied to it, twice; look for "
-                f"errors of its memory, and restore on another device"
-            )
+        if has_lost:
+            again = [part for first in left for part in pieces.on_device_in_block(first)]
+            for index in self.differing(again, source)[:1]:
+                raise CorruptError(
+                    f"{again[index][1].device} holds other bytes than were copied to it, again; "
+                    f"look for errors of its memory, and restore on another device"
+                )
         with torch.no_grad():  # on the calling thread's stream: before what it does next
             plan.gather.distribute()
 
@@ -296,14 +298,15 @@ class CopyEngine:
 
         self._run(block, firsts)
 
-    def _upload(self, pieces: _Pieces, hasher: DeviceHasher) -> tuple[Sequence[int], list[_Range]]:
+    def _upload(self, pieces: _Pieces, hasher: DeviceHasher) -> tuple[Sequence[int], bool]:
         """Let the device copy out of the arena by itself, and verify what it holds then. Threads
         copy and verify everything that is not the device's meanwhile, and verify the arena as long
         as the device is not trusted to.
 
         Returns:
-            First pieces of the blocks that threads have to restore; and ranges to compare with the
-            snapshot after that, as they did not match.
+            First pieces of the blocks that threads have to restore, and whether a device has lost
+            bytes. Then all that the device has not verified is among these blocks, which have to be
+            compared with the snapshot afterwards.
 
         Raises:
             BadPieceError: for a piece of the arena that does not match; tensors are then partly
@@ -312,7 +315,7 @@ class CopyEngine:
         plan, source, firsts = pieces.plan, pieces.source, pieces.firsts
         count, size = pieces.count, pieces.size
         if max(move.start + move.nbytes for move in chain(*plan.device_moves)) > pieces.end:
-            return firsts, []
+            return firsts, False
         uploads = Uploads(plan.device_moves, source, count, size * BLOCK_PIECES)
         fence, by_device = self._device.fence(), plan.on_device.by_device()
         owner = np.zeros(count, dtype=int)
@@ -336,7 +339,7 @@ class CopyEngine:
         with self._device.uploading(source.address, fence) as upload:
             ranges = uploads.ranges()
             if not all(upload(first) for first in islice(ranges, 1)):
-                return firsts, []
+                return firsts, False
 
             def work(first: int) -> None:
                 if first >= 0:
@@ -360,17 +363,17 @@ class CopyEngine:
                 hashes.fail(error)
                 raise
             self.verified_on_device_bytes = int(hashes.on_device.sum()) * size
-        bad, again = self._judge(pieces, hashes)
-        left = uploads.left.copy()
-        left[bad] = True
-        return [first for first in firsts if left[first : first + BLOCK_PIECES].any()], again
+        lost = self._judge(pieces, hashes)
+        left = ~hashes.on_device if lost else uploads.left.copy()
+        left[lost] = True
+        return [at for at in firsts if left[at : at + BLOCK_PIECES].any()], bool(lost)
 
-    def _judge(self, pieces: _Pieces, hashes: HashesOnDevice) -> tuple[Sequence[int], list[_Range]]:
-        """Compare the digests that devices have computed, and find out why some differ.
+    def _judge(self, pieces: _Pieces, hashes: HashesOnDevice) -> list[int]:
+        """Compare the digests that devices have computed, and find out why some differ. If a device
+        holds the right bytes, its kernel is wrong, and threads hash from then on.
 
         Returns:
-            Pieces of which a device holds other bytes than the arena, and their ranges. None if it
-            holds the same: then its kernel is wrong, and threads hash from then on.
+            Pieces of which a device holds other bytes than the arena.
 
         Raises:
             BadPieceError: the bytes in the arena do not match.
@@ -379,21 +382,25 @@ class CopyEngine:
         hashes.write(found)
         wrong = hashes.on_device & (found != np.array(pieces.expected, dtype="<u8"))
         bad = np.flatnonzero(wrong).tolist()
-        if not bad:
-            return [], []
         self._run(pieces.verify, bad)
-        ranges = [part for piece in bad for part in pieces.on_device(piece)]
-        if self.first_differing(ranges, pieces.source) is not None:
-            _log.warning(
-                "%s holds other bytes than were copied to it, in %d pieces; they are copied again",
-                ranges[0][1].device,
-                len(bad),
-            )
-            return bad, ranges
-        hashes.fail(RuntimeError(f"its digest of piece {bad[0]} is not that of the bytes"))
-        return [], []
+        ranges = [(piece, *part) for piece in bad for part in pieces.on_device(piece)]
+        parts = [(at, flat) for _, at, flat in ranges]
+        lost = {ranges[index][0] for index in self.differing(parts, pieces.source)}
+        for device in dict.fromkeys(flat.device for _, flat in parts):
+            theirs = dict.fromkeys(piece for piece, _, flat in ranges if flat.device == device)
+            for piece in [piece for piece in theirs if piece not in lost][:1]:
+                error = RuntimeError(f"its digest of piece {piece} is not that of the bytes")
+                hashes.fail(error, device)
+            if count := len(lost & theirs.keys()):
+                _log.warning(
+                    "%s holds other bytes than were copied to it, in %d pieces; all that it has "
+                    "not verified is copied again",
+                    device,
+                    count,
+                )
+        return sorted(lost)
 
-    def first_differing(self, ranges: Sequence[_Range], source: Placed) -> int | None:
+    def differing(self, ranges: Sequence[_Range], source: Placed) -> list[int]:
         """Compare tensors with the bytes of a snapshot.
 
         Args:
@@ -402,7 +409,7 @@ class CopyEngine:
             source: the snapshot; it must not be written meanwhile.
 
         Returns:
-            Index of the first range that differs; None if all are equal.
+            Indices of the ranges that differ, in their order.
         """
         step = source.layout.piece_bytes * BLOCK_PIECES
         parts = [
@@ -419,7 +426,7 @@ class CopyEngine:
                 differing.append(index)
 
         self.each(compare, len(parts), self._device.fence())
-        return min(differing, default=None)
+        return sorted(set(differing))
 
     def each(self, work: Callable[[int], None], count: int, fence: Fence = None) -> None:
         """Call `work` for 0 … count - 1 on all threads, after `fence` on the device; raise the
@@ -506,10 +513,16 @@ class _Pieces:
     def on_device(self, piece: int) -> Iterator[_Range]:
         """Yield the ranges of a piece that belong to tensors on a device."""
         low, high = piece * self.size, (piece + 1) * self.size
-        for move in self.plan.device_moves[piece // BLOCK_PIECES]:
+        block = piece // BLOCK_PIECES
+        for move in chain(*self.plan.device_moves[block : block + 1]):
             begin, end = max(move.start, low), min(move.start + move.nbytes, high)
             if begin < end:
                 yield begin, move.flat[begin - move.start : end - move.start]
+
+    def on_device_in_block(self, first: int) -> Iterator[_Range]:
+        """Yield such ranges of the block with this first piece."""
+        pieces = range(first, min(first + BLOCK_PIECES, self.count))
+        return chain.from_iterable(self.on_device(piece) for piece in pieces)
 
 
 class _Capture:

@@ -305,8 +305,90 @@ def test_bytes_that_a_copy_has_lost_are_copied_again(caplog: pytest.LogCaptureFi
 def test_a_device_that_loses_bytes_again_and_again_is_refused() -> None:
     flat = flat_of(2 * BLOCK, 1)
     snapshot = snapshot_of([(0, 0, flat)])
-    with pytest.raises(CorruptError, match="cpu holds other bytes than were copied to it, twice"):
+    with pytest.raises(CorruptError, match="cpu holds other bytes than were copied to it, again"):
         snapshot.restore(trusted(), Losing(flat, 3))
+
+
+class LosingAt(HostDevice):
+    """Flips bits of tensors: one after the first copy out of the arena, another after each copy
+    through a buffer."""
+
+    def __init__(self, first: Callable[[], None], then: Callable[[], None]) -> None:
+        self._first, self._then = [first], then
+
+    def upload(
+        self, moves: Sequence[DeviceMove], buffer: torch.Tensor, start: int, fence: Fence
+    ) -> None:
+        super().upload(moves, buffer, start, fence)
+        self._then()
+
+    @contextmanager
+    def uploading(self, address: int, fence: Fence) -> Iterator[Uploader]:
+        with super().uploading(address, fence) as upload:
+
+            def lossy(of_arena: UploadRange) -> bool:
+                done = upload(of_arena)
+                while self._first:
+                    self._first.pop()()
+                return done
+
+            yield lossy
+
+
+def flip(flat: torch.Tensor, at: int) -> None:
+    flat[at] ^= 1
+
+
+@pytest.mark.parametrize("piece", [3, 7])
+def test_all_that_is_copied_again_is_compared(piece: int) -> None:
+    """Piece 3 was verified on the device; then piece 7, in the same block, had lost a byte."""
+    flat = flat_of(2 * BLOCK, 1)
+    snapshot = snapshot_of([(0, 0, flat)])
+    device = LosingAt(lambda: flip(flat, 7 * PIECE + 1), lambda: flip(flat, piece * PIECE + 9))
+    with pytest.raises(CorruptError, match="cpu holds other bytes than were copied to it, again"):
+        snapshot.restore(trusted(), device)
+
+
+def test_when_a_byte_was_lost_pieces_that_threads_have_verified_are_compared_too() -> None:
+    """The last piece has a byte in host memory, so the device could not verify it."""
+    flat = flat_of(3 * BLOCK - 1, 1)
+    snapshot = snapshot_of([(0, 0, flat)], [(3 * BLOCK - 1, 0, flat_of(1, 2))])
+
+    class AtTheEnd(HostDevice):
+        """Loses bytes after the last range."""
+
+        @contextmanager
+        def uploading(self, address: int, fence: Fence) -> Iterator[Uploader]:
+            with super().uploading(address, fence) as upload:
+                done = 0
+
+                def lossy(of_arena: UploadRange) -> bool:
+                    nonlocal done
+                    copied = upload(of_arena)
+                    done += 1
+                    if done == 2:
+                        flip(flat, 7 * PIECE + 1)
+                        flip(flat, 3 * BLOCK - PIECE + 5)
+                    return copied
+
+                yield lossy
+
+    assert snapshot.restore(trusted(), AtTheEnd()) == (3 * BLOCK_PIECES - 1) * PIECE
+    assert snapshot.is_right
+
+
+def test_a_kernel_is_found_out_also_when_another_piece_has_lost_bytes() -> None:
+    class Wrong(AfterTest):
+        def later(self, found: torch.Tensor) -> torch.Tensor:
+            found[20] ^= 1
+            return found
+
+    flat, hasher = flat_of(2 * BLOCK, 1), trusted(Wrong)
+    snapshot = snapshot_of([(0, 0, flat)])
+    snapshot.restore(hasher, Losing(flat, 1))
+    assert snapshot.is_right
+    why = "threads for cpu (RuntimeError: its digest of piece 20 is not that of the bytes)"
+    assert hasher.state == why
 
 
 def test_gathered_bytes_that_a_copy_has_lost_never_reach_their_tensors() -> None:
