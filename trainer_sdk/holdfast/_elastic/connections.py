@@ -185,9 +185,15 @@ def finish(finished: Iterable[Any]) -> None:
 
 
 class Begun:
-    """The collectives of NCCL that this process has begun in some groups until now."""
+    """The collectives of NCCL that this process has begun in some groups until now.
 
-    def __init__(self, begun: Iterable[Any] = ()) -> None:
+    Args:
+        messages: number of messages that it has begun to send or to receive, which NCCL's groups
+            need not count.
+    """
+
+    def __init__(self, begun: Iterable[Any] = (), messages: int = 0) -> None:
+        self.messages = messages
         self._numbers = [
             (backend, backend._get_sequence_number_for_group()) for backend in _nccl_backends(begun)
         ]

@@ -319,10 +319,12 @@ class ElasticSession(Session):
         if self._replaying is not None:
             return self._complete_repeated(self._replaying, body)
         # Without an optimizer step there was no vote yet. Without votes, the world must still last.
-        if self._votes:
-            if not (body.voted or self._passes_at_its_end(body)) or not self._ends_whole(body):
-                return False
-        elif self._world.ended:
+        if self._votes and not (body.voted or self._passes_at_its_end(body)):
+            return False
+        # Messages of stages are logged as those of a complete step, with votes or without.
+        if (self._votes or self._pipeline is not None) and not self._ends_whole(body):
+            return False
+        if not self._votes and self._world.ended:
             return False
         # The step is complete. Note that before the save, so that it counts even if the world ends.
         self._hold(body)
@@ -485,7 +487,8 @@ class ElasticSession(Session):
         return True
 
     def _ends_whole(self, body: StepBody) -> bool:
-        """Whether collectives that the device has computed after the vote have their results."""
+        """Whether all collectives that the device has computed after the vote, or at all without a
+        vote, have their results."""
         try:
             self._world.finish_collectives(body.proved)
         except Exception as error:
@@ -722,6 +725,8 @@ class ElasticSession(Session):
     def _complete_repeated(self, plan: ReplayPlan, body: StepBody) -> bool:
         """Complete a step that this rank has repeated. It is not saved again. Return False if the
         world has ended, or if all ranks have restored the line instead."""
+        if not self._ends_whole(body):
+            return False
         self._session.on_step_repeated(body.step)
         self._hold(body)
         if self._world.ended:
