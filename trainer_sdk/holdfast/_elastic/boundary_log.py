@@ -151,6 +151,8 @@ class BoundaryLog:
         self._first, self._last = 1, 0
         self._on_way: deque[_OnWay] = deque()
         self._on_way_bytes = 0
+        self._lacking = False
+        """Whether a message of the step in progress could not be logged."""
 
     @property
     def first(self) -> int:
@@ -172,12 +174,14 @@ class BoundaryLog:
     def restart(self, step: int) -> None:
         """Start an empty log after completed step `step`."""
         self._drop_on_way(0)
+        self._lacking = False
         self._steps.clear()
         self._nbytes, self._first, self._last = 0, step + 1, step
 
     def begin(self, step: int) -> None:
         """Begin the log of `step`. Drop the messages of an earlier execution that was cut off."""
         self._drop_on_way(step)
+        self._lacking = False
         for late in [one for one in self._steps if one >= step]:
             self._nbytes -= self._steps.pop(late).nbytes
         self._steps[step] = _Step()
@@ -185,6 +189,8 @@ class BoundaryLog:
     def complete(self, step: int) -> None:
         """Note that `step` is complete."""
         self._last = step
+        if self._lacking:
+            self.drop_to(step)
 
     def drop_to(self, step: int) -> None:
         """Drop the steps that a replay from a line at `step` does not need."""
@@ -237,7 +243,10 @@ class BoundaryLog:
             data, digest = message.copy.result()
         except Exception as error:
             _log.warning("%s cannot be logged: %r", message.key, error)
-            self.drop_to(message.key.step)
+            if message.key.step > self._last:  # Its step may be cut off, and run again.
+                self._lacking = True
+            else:
+                self.drop_to(message.key.step)
             return
         message.keep(Message(message.key, data, digest))
 

@@ -24,7 +24,7 @@ from holdfast._elastic.boundary_log import (
     Key,
     LogPart,
 )
-from holdfast._elastic.message_copies import begin_copy, bytes_of
+from holdfast._elastic.message_copies import SideCopies, bytes_of
 from holdfast._elastic.world import World, WorldGroup
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.replaying import ReplayPlan
@@ -132,6 +132,9 @@ class Pipeline:
         log_received: whether the log also has the messages that this rank receives, which takes
             twice the memory. Then a rank that gets its state from a replica also gets its log back
             from its neighbours. Equal on all ranks.
+        log_on_side_stream: whether CUDA devices copy their messages for the log on a side stream,
+            and a thread hashes them. Otherwise the training thread waits for the device at each
+            message. Off as long as it has not run on a device.
 
     Raises:
         InvalidJobError: the topology has one stage, or does not fit the world; or processes are to
@@ -139,7 +142,13 @@ class Pipeline:
     """
 
     def __init__(
-        self, world: World, topology: Topology, *, log_bytes: int, log_received: bool = False
+        self,
+        world: World,
+        topology: Topology,
+        *,
+        log_bytes: int,
+        log_received: bool = False,
+        log_on_side_stream: bool = False,
     ) -> None:
         topology.check_world(world.size)
         if topology.pp == 1:
@@ -158,6 +167,7 @@ class Pipeline:
         )
         """The process group of the ranks in this rank's stage."""
         self.log = BoundaryLog(log_bytes, keeps_received=log_received)
+        self._side_copies = SideCopies() if log_on_side_stream else None
         self.replay: BoundaryReplay | None = None
         """The replay in which this rank repeats steps; None outside of a replay."""
         self.idle: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -370,16 +380,18 @@ class Pipeline:
         return True
 
     def _log_sent(self, to: int, key: Key, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "cpu":
-            self.log.add_sent(to, key, bytes_of(tensor))
+        if self._side_copies is not None and tensor.is_cuda:
+            copy = self._side_copies.begin(tensor)
+            self.log.add_sent_later(to, key, tensor.nbytes, copy)
         else:
-            self.log.add_sent_later(to, key, tensor.nbytes, begin_copy(tensor))
+            self.log.add_sent(to, key, bytes_of(tensor))
 
     def _log_received(self, source: int, key: Key, into: torch.Tensor) -> None:
-        if into.device.type == "cpu":
-            self.log.add_received(source, key, bytes_of(into))
+        if self._side_copies is not None and into.is_cuda:
+            copy = self._side_copies.begin(into)
+            self.log.add_received_later(source, key, into.nbytes, copy)
         else:
-            self.log.add_received_later(source, key, into.nbytes, begin_copy(into))
+            self.log.add_received(source, key, bytes_of(into))
 
     def _wait(self, on_way: _OnWay) -> None:
         with self.idle():

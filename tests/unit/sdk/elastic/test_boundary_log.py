@@ -329,6 +329,27 @@ def test_a_copy_that_fails_costs_its_step_and_nothing_else(
     assert "gradient 0 of step 2 cannot be logged" in caplog.text
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_a_copy_that_fails_in_a_step_that_is_cut_off_costs_nothing(again: bool) -> None:
+    log = BoundaryLog(1000)
+    copying = Copying(log)
+    for step in (1, 2):
+        log.begin(step)
+        copying.send(step, bytes(4))
+        copying.arrive()
+        log.complete(step)
+    log.begin(3)
+    copying.send(3, bytes(4))
+    copying.on_way.pop()[0].set_exception(RuntimeError("launch failed"))
+    assert (log.first, log.last) == (1, 2)
+    if again:
+        log.begin(3)
+        copying.send(3, bytes(4))
+        copying.arrive()
+    log.complete(3)
+    assert (log.first, log.last) == ((1, 3) if again else (4, 3))
+
+
 def test_a_rank_waits_when_too_much_is_being_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boundary_log, "ON_WAY_BYTES_MAX", 25)
     log = BoundaryLog(1000)
