@@ -84,7 +84,7 @@ class PinnedMapping:
         elif not self._reported:
             self._reported = True
             _log.warning(
-                "CUDA does not pin the arena's %d bytes (error %d): snapshots are copied through a "
+                "CUDA does not pin %d bytes of the arena (error %d): they are copied through a "
                 "buffer, which takes longer; look for a limit on locked memory or a sandbox",
                 nbytes,
                 code,
