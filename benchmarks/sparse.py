@@ -37,7 +37,8 @@ from torch import nn
 import holdfast
 from benchmarks.machine import facts
 from benchmarks.measure import timed
-from holdfast._elastic.boundary_log import BoundaryLog, Crossing, Key, bytes_of
+from holdfast._elastic.boundary_log import BoundaryLog, Crossing, Key
+from holdfast._elastic.message_copies import bytes_of
 from holdfast.testing import FakeDaemon
 from holdfast_cli.demo.stages import (
     RANKS,

@@ -6,7 +6,6 @@ all bytes from or to pinned memory, in one piece. For tensors of several sizes:
 - `arena_copy_*`: the device's copies into the arena, nothing else;
 - `staged_*_threads_N`: a snapshot's bytes, copied and hashed with N threads;
 - `staged_*_hashed_on_device`: the same with two threads, hashed on the device;
-- `restored_*_threads_N`: the way back out of a mapping that was just made, verified;
 - `first_use`: the daemon allocates the arena, and it is mapped and pinned, against an allocation of
   as many pinned bytes by torch.
 
@@ -55,15 +54,15 @@ def measure(results: Results) -> None:
         for name, size in sizes.items():
             part = slice(0, min(size * TENSORS_MAX, nbytes))
             of_part = arena.part(state[part].numel())
-            _copies(results, name, of_part, _apart(state[part], size), pinned[part])
+            _copies(results, name, of_part, apart(state[part], size), pinned[part])
         for name, size in sizes.items():
             part = slice(0, min(size * TENSORS_MAX, nbytes))
             of_part = arena.part(state[part].numel())
             for threads in sorted({FEW_THREADS, min(cores(), MANY_THREADS)}):
-                tensors, name_of = _apart(state[part], size), f"{name}_threads_{threads}"
+                tensors, name_of = apart(state[part], size), f"{name}_threads_{threads}"
                 _snapshots(results, name_of, of_part, tensors, threads, pinned[part])
             if results.on_gpu:
-                tensors, name_of = _apart(state[part], size), f"{name}_hashed_on_device"
+                tensors, name_of = apart(state[part], size), f"{name}_hashed_on_device"
                 hasher = DeviceHasher(triton_kernel)
                 _snapshots(
                     results, name_of, of_part, tensors, FEW_THREADS, pinned[part], hasher=hasher
@@ -86,7 +85,7 @@ def plan_of(
     return plan_copy(ranges, (), PIECE_BYTES, gathered_bytes_max)
 
 
-def _apart(state: torch.Tensor, tensor_bytes: int) -> list[torch.Tensor]:
+def apart(state: torch.Tensor, tensor_bytes: int) -> list[torch.Tensor]:
     """Divide `state` into tensors of `tensor_bytes` that lie apart from each other, as a model's
     do."""
     return [part.clone() for part in state.split(min(tensor_bytes, state.numel()))]
@@ -137,7 +136,7 @@ def _snapshots(
 ) -> None:
     plan, whole = plan_of(tensors), torch.cat([*tensors])
     digests: list[bytes] = []
-    with _engine(threads, arena, hasher) as engine:
+    with engine_of(threads, arena, hasher) as engine:
         engine.prepare(PIECE_BYTES)
 
         def stage() -> None:
@@ -150,23 +149,11 @@ def _snapshots(
             _check(arena, pinned)
             results.rates(f"staged_{name}", pinned.numel(), pairs, "pinned copy")
 
-        def restored() -> None:
-            floor = _copied(whole, pinned)
-            with arena.readers() as reader:
-
-                def back() -> None:
-                    engine.restore(plan, reader(), pinned.numel(), digests[0])
-
-                pairs = in_turn(back, floor, results.device, results.repetitions)
-            results.rates(f"restored_{name}", pinned.numel(), pairs, "pinned copy back")
-
         results.attempt(f"staged_{name}", staged)
-        if hasher is None:  # a restore is the same with it
-            results.attempt(f"restored_{name}", restored)
 
 
 @contextmanager
-def _engine(
+def engine_of(
     threads: int, arena: OpenArena, hasher: DeviceHasher | None = None
 ) -> Iterator[CopyEngine]:
     engine = CopyEngine(threads, arena.device, hasher)

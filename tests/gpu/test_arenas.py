@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 import holdfast
 from holdfast._copying.arena import MappedArena
 from holdfast._copying.engine import CopyEngine
-from holdfast._copying.pinning import Buffers, HostRegistry, PinnedMapping
+from holdfast._copying.pinning import READ_ONLY_FLAGS, Buffers, HostRegistry, PinnedMapping
 from holdfast._copying.strided import copy_of_span
 from holdfast._digests import BLOCK_BYTES, digest_of
 from holdfast._state.room import room_like
@@ -45,7 +46,7 @@ class Registry:
         self.left_behind = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int, /) -> int:
-        assert flags == 0
+        assert flags in (0, READ_ONLY_FLAGS)
         overlaps = any(at < address + nbytes and address < at + n for at, n in self.held.items())
         code = ALREADY if overlaps else REFUSED if nbytes > self.limit_bytes else 0
         if not code:
@@ -134,6 +135,22 @@ def test_an_arena_is_pinned_until_it_is_released(
         pinning.release()
         assert pinning.address == 0
         assert not is_pinned(registry, memory)
+    check_nothing_left_behind(registry)
+
+
+def test_what_this_process_may_only_read_is_pinned_as_well(
+    machine: Machine, registry: Any, arenas: Path
+) -> None:
+    file = arenas / "arena"
+    file.write_bytes(bytes(PAGES * PAGE))
+    arena = MappedArena(os.open(file, os.O_RDONLY), PAGES * PAGE, writable=False)
+    consume = swallow if machine.is_cuda else registry.consume
+    pinning = PinnedMapping(registry, consume, READ_ONLY_FLAGS)
+    pinning.pin(arena.address + PAGE, (PAGES - 1) * PAGE)
+    assert pinning.address == arena.address + PAGE
+    assert is_pinned(registry, arena.address + PAGE)
+    pinning.release()
+    arena.close()
     check_nothing_left_behind(registry)
 
 

@@ -29,9 +29,10 @@ class Settings(JobSettings):
     GPU copies by itself, and beside an H100 two threads hash 18 GB/s. A save lasts as long as its
     hashing, but training only waits for the copying."""
     device_checksums: bool = False
-    """Whether CUDA devices compute the checksums of the tensors that they hold, with Triton.
-    Threads compute all others, and all where that does not work: see
-    `session.counters.hashing`. Off as long as its kernel has not been measured on a device."""
+    """Whether CUDA devices compute the checksums of the tensors that they hold, with Triton, and
+    copy what they restore out of the arena by themselves. Threads compute all others, and all
+    where that does not work: see `session.counters.hashing`. Off as long as its kernel has not
+    been measured on a device."""
     start_wait_s: float = 1.0
     """Time that the optimizer hook waits for the daemon to grant a slot before it abandons the
     save. Once copying has begun, the hook waits for its end, however long that takes: tensors must

@@ -9,16 +9,25 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 import torch
-from host_kernel import HostKernel
+from host_kernel import HostKernel, copy_at_once
 
 from holdfast._copying.device_hashes import DeviceHasher, hasher_of_process
-from holdfast._copying.devices import CpuDevice, Device, DeviceMove, Download, Fence, device_of
+from holdfast._copying.devices import (
+    CpuDevice,
+    Device,
+    DeviceMove,
+    Download,
+    Fence,
+    Uploader,
+    device_of,
+)
 from holdfast._copying.engine import CopyPlan, plan_copy, with_device_moves
 from holdfast._copying.placed import Placed
 from holdfast_core.snapshots.layouts import PIECE_BYTES, Layout
@@ -99,6 +108,11 @@ class LateDevice(CpuDevice):
         self.reach(fence)
         for move in moves:
             move.flat.copy_(buffer[move.start - start : move.start - start + move.nbytes])
+
+    @contextmanager
+    def uploading(self, address: int, fence: Fence) -> Iterator[Uploader]:
+        self.reach(fence)
+        yield partial(copy_at_once, address)
 
 
 @dataclass(frozen=True)

@@ -551,9 +551,8 @@ MUTANTS = (
         edits=(
             (
                 f"{ELASTIC}/pipeline.py",
-                "digest = self.log.add_sent(to, key, data)",
-                "log = self.log if self.replay is None else BoundaryLog(0)\n"
-                "        digest = log.add_sent(to, key, data)",
+                "digest = self.log.add_sent(to, key, bytes_of(tensor))",
+                "digest = BoundaryLog(0).add_sent(to, key, bytes_of(tensor))",
             ),
         ),
     ),
@@ -563,7 +562,7 @@ MUTANTS = (
         edits=(
             (
                 f"{ELASTIC}/pipeline.py",
-                "        self.log.add_sent(EVERYONE, key, bytes_of(tensor))\n",
+                "        self._log_sent(EVERYONE, key, tensor)\n",
                 "",
             ),
         ),

@@ -272,10 +272,11 @@ class HashesOnDevice:
         for _, pieces, arrived in self._queued:
             digests[pieces] = arrived.numpy().view(np.uint64)
 
-    def fail(self, error: BaseException) -> None:
-        """Leave later captures to threads: the queued work has failed."""
+    def fail(self, error: BaseException, device: torch.device | None = None) -> None:
+        """Leave later captures to threads: the queued work of `device` has failed, or all of it."""
         for test, _, _ in self._queued:
-            test.fail(error)
+            if device in (None, test.device):
+                test.fail(error)
 
 
 class DeviceHasher:
@@ -301,12 +302,16 @@ class DeviceHasher:
             self._test(device, piece_bytes)
         self.settle()
 
+    def trusts(self, device: torch.device, piece_bytes: int) -> bool:
+        """Whether a device may hash pieces of this size now. The first call begins its test."""
+        return self._test(device, piece_bytes).kernel is not None
+
     def begin(self, found: DevicePieces, count: int, skip: Flags | None) -> HashesOnDevice:
-        """Queue the hashes of the first `count` pieces on the current streams, in front of their
-        copies. Never raises.
+        """Queue the hashes of the first `count` pieces on the current streams: in front of the
+        copies of a capture, behind those of a restore. Never raises.
 
         Args:
-            skip: pieces that are not captured, bool [at most `count`]; None skips no piece.
+            skip: pieces that are not to be hashed, bool [at most `count`]; None skips no piece.
         """
         wanted = np.ones(count, dtype=bool)
         if skip is not None:
@@ -369,7 +374,7 @@ class _Test:
         device: torch.device,
         piece_bytes: int,
     ) -> None:
-        self._make_kernel, self._device, self._piece_bytes = make_kernel, device, piece_bytes
+        self._make_kernel, self.device, self._piece_bytes = make_kernel, device, piece_bytes
         self.kernel: Kernel | None = None
         """The kernel; None until it has proved to be right, and after a failure."""
         self.state = f"{device} is being tested"
@@ -387,23 +392,23 @@ class _Test:
     def fail(self, error: BaseException) -> None:
         """Leave all pieces to threads from now on."""
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        self.kernel, self.state = None, f"threads for {self._device} ({reason})"
+        self.kernel, self.state = None, f"threads for {self.device} ({reason})"
         _log.warning(
             "%s does not compute the checksums of its tensors; threads do, which takes longer: %s",
-            self._device,
+            self.device,
             reason,
         )
 
     def _run(self) -> None:
         try:
-            with _current(self._device), _stream_on(self._device), torch.no_grad():
-                kernel = self._make_kernel(self._device, self._piece_bytes)
-                _compare(kernel, self._device, self._piece_bytes)
+            with _current(self.device), _stream_on(self.device), torch.no_grad():
+                kernel = self._make_kernel(self.device, self._piece_bytes)
+                _compare(kernel, self.device, self._piece_bytes)
         except BaseException as error:
             self.fail(error)
         else:
-            self.kernel, self.state = kernel, f"{self._device}"
-            _log.info("%s computes the checksums of its tensors", self._device)
+            self.kernel, self.state = kernel, f"{self.device}"
+            _log.info("%s computes the checksums of its tensors", self.device)
         finally:
             self._ended.set()
 

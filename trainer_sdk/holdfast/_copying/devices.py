@@ -14,6 +14,7 @@ This module only moves bytes; the plan lists which.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -22,7 +23,7 @@ from typing import Protocol
 
 import torch
 
-from holdfast._copying.pinning import Buffers, PinnedMapping
+from holdfast._copying.pinning import READ_ONLY_FLAGS, Buffers, PinnedMapping
 from holdfast_core.errors import InvalidJobError
 
 GROUPS_AHEAD = 2
@@ -41,6 +42,22 @@ class DeviceMove:
     nbytes: int
     flat: torch.Tensor
     """Bytes of the tensor: uint8 [nbytes], on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class UploadRange:
+    """A range of a mapped arena that is pinned as a whole, and the copies out of it."""
+
+    start: int
+    """First byte in the arena, at the begin of a page."""
+    nbytes: int
+    moves: Sequence[DeviceMove]
+    """Their `start` is the first byte in the arena, too."""
+
+
+Uploader = Callable[[UploadRange], bool]
+"""A function that pins a range and queues its copies. It returns whether the range is pinned; if
+not, nothing is copied."""
 
 
 class GroupCopy(Protocol):
@@ -111,6 +128,11 @@ class Device(Protocol):
     ) -> None:
         """Copy to the device, after the fence. `buffer` has the bytes of the slot from `start` on.
         Returns when the bytes have arrived. Any thread may call it."""
+
+    def uploading(self, address: int, fence: Fence) -> AbstractContextManager[Uploader]:
+        """Copy to the device, after the fence, straight out of a mapping at `address` that this
+        process may only read. Any thread may call the uploader, which raises as `download`. At the
+        end of the context all copies have arrived, and nothing is pinned any more."""
 
 
 class PacedDownload:
@@ -205,6 +227,10 @@ class CpuDevice:
         del buffer, start, fence
         for move in moves:
             raise _moved_device_error(move.flat.device)
+
+    def uploading(self, address: int, fence: Fence) -> AbstractContextManager[Uploader]:
+        del address, fence
+        return nullcontext(lambda of_arena: False)
 
 
 class CudaDevice:
@@ -312,6 +338,36 @@ class CudaDevice:
                 move.flat.copy_(buffer[at : at + move.nbytes], non_blocking=True)
             arrival = _Arrival(streams)
         arrival.wait()
+
+    @contextmanager
+    def uploading(self, address: int, fence: Fence) -> Iterator[Uploader]:
+        pinned: list[PinnedMapping] = []
+
+        def upload(of_arena: UploadRange) -> bool:
+            self._streams_of(of_arena.moves)
+            low, nbytes = address + of_arena.start, of_arena.nbytes
+            mapping = PinnedMapping(torch.cuda.cudart(), self._consume_error, READ_ONLY_FLAGS)
+            with torch.cuda.device(self._first):
+                mapping.pin(low, nbytes)
+            if not mapping.address:
+                return False
+            pinned.append(mapping)
+            memory = (ctypes.c_ubyte * nbytes).from_address(low)
+            source = torch.frombuffer(memory, dtype=torch.uint8)
+            with self.after(fence):
+                for move in of_arena.moves:
+                    at = move.start - of_arena.start
+                    move.flat.copy_(source[at : at + move.nbytes], non_blocking=True)
+            return True
+
+        try:
+            yield upload
+        finally:
+            with suppress(RuntimeError):  # Earlier work has failed: then nothing is in progress.
+                self.arrival().wait()
+            with torch.cuda.device(self._first):
+                for mapping in pinned:
+                    mapping.release()
 
     def _streams_of(self, moves: Sequence[DeviceMove]) -> list[torch.cuda.Stream]:
         """Return the streams on which the copies of `moves` run."""

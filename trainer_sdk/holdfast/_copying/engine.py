@@ -18,12 +18,13 @@ units, ranks or daemons.
 from __future__ import annotations
 
 import ctypes
+import logging
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,8 @@ from holdfast._copying.devices import Device, DeviceMove, Download, Fence, Group
 from holdfast._copying.gathering import GAP_BYTES_MAX, GATHERED_BYTES_MAX, Gather, gather
 from holdfast._copying.placed import Flags, Placed
 from holdfast._copying.strided import copy_of_span
+from holdfast._copying.uploading import Uploads
+from holdfast_core.errors import CorruptError
 from holdfast_core.snapshots.layouts import piece_count
 
 BLOCK_PIECES = 16
@@ -48,9 +51,16 @@ GROUP_BLOCKS = 4
 """Number of blocks that a device copies at a time: 16 MiB, so that the microseconds that it takes
 to begin a copy hardly count."""
 
+_PIN = -1
+"""Work of a restore that pins the arena; its other work has the number of a block's first piece."""
+
 _memmove = ctypes.memmove
+_log = logging.getLogger("holdfast")
 
 Digests = npt.NDArray[np.uint64]
+
+_Range = tuple[int, torch.Tensor]
+"""Pair of the first byte in the payload and a uint8 tensor within one tensor of the snapshot."""
 
 HostMove = tuple[int, int, int]
 """Triple of the first byte in the slot, the address of the tensor's bytes and the number of bytes;
@@ -104,6 +114,8 @@ class CopyEngine:
         self._device, self._hasher = device, hasher
         self.hashed_on_device_bytes = 0
         """Bytes of the newest capture that were hashed on the devices that hold them."""
+        self.verified_on_device_bytes = 0
+        """Bytes of the newest restore that were verified on the devices that hold them."""
         self._busy = False
         """Whether the threads have work."""
         self._helpers = [_Helper(index) for index in range(threads - 1)]
@@ -113,6 +125,12 @@ class CopyEngine:
         be hashed by threads. Takes seconds where there are devices."""
         if self._hasher is not None:
             self._hasher.prepare(self._device.members(), piece_bytes)
+
+    def begin_test(self, piece_bytes: int) -> None:
+        """Begin to find that out, and return at once."""
+        if self._hasher is not None:
+            for device in self._device.members():
+                self._hasher.trusts(device, piece_bytes)
 
     def settle(self) -> None:
         """Wait until no device is being tested, at most half a minute. Any thread may call it."""
@@ -220,7 +238,8 @@ class CopyEngine:
 
         A piece is hashed right after it was copied, while it is in cache: the reverse order costs
         1.4 times as much. So when this raises, tensors may hold bytes that do not match; the caller
-        must not use any of them then.
+        must not use any of them then. With a hasher, the device itself copies out of the arena and
+        verifies what has arrived, where it can.
 
         The device finishes the work that is queued on the calling thread's stream before it writes
         the tensors. Otherwise kernels that initialise a model could overwrite the restored bytes.
@@ -230,12 +249,30 @@ class CopyEngine:
 
         Raises:
             BadPieceError: for a piece that does not match; tensors are then partly written.
+            CorruptError: a device does not hold the bytes that were copied to it.
         """
-        size, end = plan.piece_bytes, payload_bytes
-        count = -(-end // size)
-        arena, slots, slot_bytes = source.arena, source.slots(count), source.layout.slot_bytes
-        expected = np.frombuffer(digests, dtype="<u8").tolist()
-        moves_of, device_moves, none = plan.host_moves, plan.device_moves, ()
+        pieces = _Pieces(plan, source, payload_bytes, digests)
+        left: Sequence[int] = pieces.firsts
+        has_lost = False
+        self.verified_on_device_bytes = 0
+        if self._hasher is not None and plan.device_moves:
+            left, has_lost = self._upload(pieces, self._hasher)
+        if left:
+            self._restore_blocks(pieces, left)
+        if has_lost:
+            again = [part for first in left for part in pieces.on_device_in_block(first)]
+            for index in self.differing(again, source)[:1]:
+                raise CorruptError(
+                    f"{again[index][1].device} holds other bytes than were copied to it, again; "
+                    f"look for errors of its memory, and restore on another device"
+                )
+        with torch.no_grad():  # on the calling thread's stream: before what it does next
+            plan.gather.distribute()
+
+    def _restore_blocks(self, pieces: _Pieces, firsts: Sequence[int]) -> None:
+        """Restore the blocks that begin with the pieces `firsts`: threads copy each of them into a
+        buffer, and to the device once it is verified. Raises BadPieceError as `restore`."""
+        size, end, device_moves = pieces.size, pieces.end, pieces.plan.device_moves
         buffers, fence = threading.local(), self._device.fence()
 
         def own_buffer() -> torch.Tensor:
@@ -246,29 +283,124 @@ class CopyEngine:
 
         def block(first: int) -> None:
             low, index = first * size, first // BLOCK_PIECES
-            address = source.address + source.start(first) + low
-            populate(address, min(BLOCK_PIECES * size, end - low))
-            uploads = device_moves[index] if index < len(device_moves) else none
+            populate(pieces.address(first), min(BLOCK_PIECES * size, end - low))
+            uploads = device_moves[index] if index < len(device_moves) else ()
             buffer = own_buffer() if uploads else None
-            for piece in range(first, min(first + BLOCK_PIECES, count)):
-                base, at = slots[piece] * slot_bytes, piece * size
-                address, nbytes = source.address + base, min(size, end - at)
-                for start, target, length in moves_of[piece] if piece < len(moves_of) else none:
-                    _memmove(target, address + start, length)
+            for piece in range(first, min(first + BLOCK_PIECES, pieces.count)):
+                pieces.copy_to_host(piece)
                 if buffer is not None:
-                    _memmove(buffer.data_ptr() + at - low, address + at, nbytes)
-                if xxh3_64_intdigest(arena[base + at : base + at + nbytes]) != expected[piece]:
-                    raise BadPieceError(piece)
+                    at = piece * size
+                    target = buffer.data_ptr() + at - low
+                    _memmove(target, pieces.address(piece), min(size, end - at))
+                pieces.verify(piece)
             if buffer is not None:
                 self._device.upload(uploads, buffer, low, fence)
 
-        self._run(block, range(0, count, BLOCK_PIECES))
-        with torch.no_grad():  # on the calling thread's stream: before what it does next
-            plan.gather.distribute()
+        self._run(block, firsts)
 
-    def first_differing(
-        self, ranges: Sequence[tuple[int, torch.Tensor]], source: Placed
-    ) -> int | None:
+    def _upload(self, pieces: _Pieces, hasher: DeviceHasher) -> tuple[Sequence[int], bool]:
+        """Let the device copy out of the arena by itself, and verify what it holds then. Threads
+        copy and verify everything that is not the device's meanwhile, and verify the arena as long
+        as the device is not trusted to.
+
+        Returns:
+            First pieces of the blocks that threads have to restore, and whether a device has lost
+            bytes. Then all that the device has not verified is among these blocks, which have to be
+            compared with the snapshot afterwards.
+
+        Raises:
+            BadPieceError: for a piece of the arena that does not match; tensors are then partly
+                written, with the bytes of that piece as well.
+        """
+        plan, source, firsts = pieces.plan, pieces.source, pieces.firsts
+        count, size = pieces.count, pieces.size
+        if max(move.start + move.nbytes for move in chain(*plan.device_moves)) > pieces.end:
+            return firsts, False
+        uploads = Uploads(plan.device_moves, source, count, size * BLOCK_PIECES)
+        fence, by_device = self._device.fence(), plan.on_device.by_device()
+        owner = np.zeros(count, dtype=int)
+        """Number of the device that can verify a piece; 0 for none."""
+        for number, of_device in enumerate(by_device, 1):
+            owner[of_device.pieces] = number
+            hasher.trusts(of_device.device, size)  # begins its test
+        verified: Flags = np.zeros(count, dtype=bool)
+
+        def block(first: int) -> None:
+            trusted = [False, *(hasher.trusts(one.device, size) for one in by_device)]
+            last = min(first + BLOCK_PIECES, count)
+            if not all(trusted[number] for number in owner[first:last]):
+                populate(pieces.address(first), min(last * size, pieces.end) - first * size)
+            for piece in range(first, last):
+                pieces.copy_to_host(piece)
+                if not trusted[owner[piece]]:
+                    pieces.verify(piece)
+                    verified[piece] = True
+
+        with self._device.uploading(source.address, fence) as upload:
+            ranges = uploads.ranges()
+            if not all(upload(first) for first in islice(ranges, 1)):
+                return firsts, False
+
+            def work(first: int) -> None:
+                if first >= 0:
+                    block(first)
+                    return
+                for number, of_arena in enumerate(ranges, 1):
+                    if not upload(of_arena):
+                        uploads.leave(number)
+                        return
+
+            # One thread pins; the others verify, and so does it afterwards.
+            self._run(work, [_PIN, *firsts])
+            with torch.no_grad(), self._device.after(fence):
+                hashes = hasher.begin(plan.on_device, count, verified | uploads.left)
+                arrival = self._device.arrival()
+            rest = np.flatnonzero(~(verified | uploads.left | hashes.on_device)).tolist()
+            self._run(pieces.verify, rest)
+            try:
+                arrival.wait()
+            except Exception as error:
+                hashes.fail(error)
+                raise
+            self.verified_on_device_bytes = int(hashes.on_device.sum()) * size
+        lost = self._judge(pieces, hashes)
+        left = ~hashes.on_device if lost else uploads.left.copy()
+        left[lost] = True
+        return [at for at in firsts if left[at : at + BLOCK_PIECES].any()], bool(lost)
+
+    def _judge(self, pieces: _Pieces, hashes: HashesOnDevice) -> list[int]:
+        """Compare the digests that devices have computed, and find out why some differ. If a device
+        holds the right bytes, its kernel is wrong, and threads hash from then on.
+
+        Returns:
+            Pieces of which a device holds other bytes than the arena.
+
+        Raises:
+            BadPieceError: the bytes in the arena do not match.
+        """
+        found: Digests = np.zeros(pieces.count, dtype="<u8")
+        hashes.write(found)
+        wrong = hashes.on_device & (found != np.array(pieces.expected, dtype="<u8"))
+        bad = np.flatnonzero(wrong).tolist()
+        self._run(pieces.verify, bad)
+        ranges = [(piece, *part) for piece in bad for part in pieces.on_device(piece)]
+        parts = [(at, flat) for _, at, flat in ranges]
+        lost = {ranges[index][0] for index in self.differing(parts, pieces.source)}
+        for device in dict.fromkeys(flat.device for _, flat in parts):
+            theirs = dict.fromkeys(piece for piece, _, flat in ranges if flat.device == device)
+            for piece in [piece for piece in theirs if piece not in lost][:1]:
+                error = RuntimeError(f"its digest of piece {piece} is not that of the bytes")
+                hashes.fail(error, device)
+            if count := len(lost & theirs.keys()):
+                _log.warning(
+                    "%s holds other bytes than were copied to it, in %d pieces; all that it has "
+                    "not verified is copied again",
+                    device,
+                    count,
+                )
+        return sorted(lost)
+
+    def differing(self, ranges: Sequence[_Range], source: Placed) -> list[int]:
         """Compare tensors with the bytes of a snapshot.
 
         Args:
@@ -277,7 +409,7 @@ class CopyEngine:
             source: the snapshot; it must not be written meanwhile.
 
         Returns:
-            Index of the first range that differs; None if all are equal.
+            Indices of the ranges that differ, in their order.
         """
         step = source.layout.piece_bytes * BLOCK_PIECES
         parts = [
@@ -294,7 +426,7 @@ class CopyEngine:
                 differing.append(index)
 
         self.each(compare, len(parts), self._device.fence())
-        return min(differing, default=None)
+        return sorted(set(differing))
 
     def each(self, work: Callable[[int], None], count: int, fence: Fence = None) -> None:
         """Call `work` for 0 … count - 1 on all threads, after `fence` on the device; raise the
@@ -344,6 +476,53 @@ class CopyEngine:
             self._busy = busy
         if failures:
             raise failures[0]
+
+
+class _Pieces:
+    """The pieces of a snapshot on their way to live tensors; see `CopyEngine.restore`."""
+
+    def __init__(self, plan: CopyPlan, source: Placed, payload_bytes: int, digests: bytes) -> None:
+        self.plan, self.source = plan, source
+        self.size, self.end = plan.piece_bytes, payload_bytes
+        self.count = piece_count(payload_bytes, self.size)
+        self.firsts = range(0, self.count, BLOCK_PIECES)
+        """First piece of each block."""
+        self.expected: list[int] = np.frombuffer(digests, dtype="<u8").tolist()
+        slot_bytes = source.layout.slot_bytes
+        self._bases = [slot * slot_bytes for slot in source.slots(self.count)]
+        """Bytes to add to a payload offset in each piece."""
+
+    def address(self, piece: int) -> int:
+        """Address of a piece in the arena."""
+        return self.source.address + self._bases[piece] + piece * self.size
+
+    def copy_to_host(self, piece: int) -> None:
+        """Copy the bytes of a piece that belong to tensors in host memory."""
+        if piece < len(self.plan.host_moves):
+            address = self.source.address + self._bases[piece]
+            for start, target, nbytes in self.plan.host_moves[piece]:
+                _memmove(target, address + start, nbytes)
+
+    def verify(self, piece: int) -> None:
+        """Raise BadPieceError unless the bytes of a piece in the arena match its digest."""
+        base, at = self._bases[piece], piece * self.size
+        view = self.source.arena[base + at : base + min(at + self.size, self.end)]
+        if xxh3_64_intdigest(view) != self.expected[piece]:
+            raise BadPieceError(piece)
+
+    def on_device(self, piece: int) -> Iterator[_Range]:
+        """Yield the ranges of a piece that belong to tensors on a device."""
+        low, high = piece * self.size, (piece + 1) * self.size
+        block = piece // BLOCK_PIECES
+        for move in chain(*self.plan.device_moves[block : block + 1]):
+            begin, end = max(move.start, low), min(move.start + move.nbytes, high)
+            if begin < end:
+                yield begin, move.flat[begin - move.start : end - move.start]
+
+    def on_device_in_block(self, first: int) -> Iterator[_Range]:
+        """Yield such ranges of the block with this first piece."""
+        pieces = range(first, min(first + BLOCK_PIECES, self.count))
+        return chain.from_iterable(self.on_device(piece) for piece in pieces)
 
 
 class _Capture:

@@ -21,6 +21,8 @@ _log = logging.getLogger("holdfast")
 _SUCCESS = 0
 _DEFAULT_FLAGS = 0
 """Pinned for every device of the process, as all of them share one address space."""
+READ_ONLY_FLAGS = 8
+"""The same for a mapping that this process may only read. CUDA grants it only with this flag."""
 
 
 class HostRegistry(Protocol):
@@ -55,10 +57,16 @@ class PinnedMapping:
     Args:
         registry: CUDA's runtime.
         consume_error: clears the error that a refused call leaves in this thread.
+        flags: `READ_ONLY_FLAGS` for mappings that this process may only read.
     """
 
-    def __init__(self, registry: HostRegistry, consume_error: Callable[[], None]) -> None:
-        self._registry, self._consume_error = registry, consume_error
+    def __init__(
+        self,
+        registry: HostRegistry,
+        consume_error: Callable[[], None],
+        flags: int = _DEFAULT_FLAGS,
+    ) -> None:
+        self._registry, self._consume_error, self._flags = registry, consume_error, flags
         self._reported = False
         self.address = 0
         """Address of the pinned mapping; 0 for none."""
@@ -76,7 +84,7 @@ class PinnedMapping:
         elif not self._reported:
             self._reported = True
             _log.warning(
-                "CUDA does not pin the arena's %d bytes (error %d): snapshots are copied through a "
+                "CUDA does not pin %d bytes of the arena (error %d): they are copied through a "
                 "buffer, which takes longer; look for a limit on locked memory or a sandbox",
                 nbytes,
                 code,
@@ -92,7 +100,7 @@ class PinnedMapping:
             _log.warning("CUDA does not release the arena's pinned memory (error %d)", code)
 
     def _register(self, address: int, nbytes: int) -> int:
-        code = int(self._registry.cudaHostRegister(address, nbytes, _DEFAULT_FLAGS))
+        code = int(self._registry.cudaHostRegister(address, nbytes, self._flags))
         if code != _SUCCESS:
             self._consume_error()
         return code

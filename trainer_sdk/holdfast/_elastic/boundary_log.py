@@ -9,15 +9,24 @@ drops the oldest steps, and a replay that would need them is not planned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 
 import msgspec
-import torch
 import xxhash
 
+from holdfast._elastic.message_copies import Copied
 from holdfast_core.errors import CorruptError
+
+ON_WAY_BYTES_MAX = 256 * 1024 * 1024
+"""Bytes of messages that devices may be copying for one log. To log more, a rank waits."""
+
+_log = logging.getLogger("holdfast")
 
 EVERYONE = -1
 """Stands for all ranks in the log, in place of one rank."""
@@ -103,12 +112,6 @@ def decode_part(data: bytes) -> LogPart:
         raise CorruptError(f"the log of a neighbour cannot be read: {error}") from error
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Copy the bytes of a tensor."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().tobytes()
-
-
 @dataclass(slots=True)
 class _Step:
     """The messages of one step, each with the other rank, or `EVERYONE`."""
@@ -120,8 +123,21 @@ class _Step:
     nbytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _OnWay:
+    """A message that a device is copying."""
+
+    key: Key
+    nbytes: int
+    copy: Future[Copied]
+    keep: Callable[[Message], None]
+    """Adds it to the log."""
+
+
 class BoundaryLog:
     """The messages of this rank in the newest steps, within a bound.
+
+    Messages from devices arrive in it later than they are added. Who reads the log waits for them.
 
     Args:
         bytes_max: largest number of bytes of messages to keep.
@@ -133,10 +149,15 @@ class BoundaryLog:
         self._steps: dict[int, _Step] = {}
         self._nbytes = 0
         self._first, self._last = 1, 0
+        self._on_way: deque[_OnWay] = deque()
+        self._on_way_bytes = 0
+        self._lacking = False
+        """Whether a message of the step in progress could not be logged."""
 
     @property
     def first(self) -> int:
         """First step whose messages are all logged; one more than `last` if there is none."""
+        self._settle()
         return self._first
 
     @property
@@ -147,15 +168,20 @@ class BoundaryLog:
     @property
     def nbytes(self) -> int:
         """Number of bytes of the messages in the log."""
+        self._settle()
         return self._nbytes
 
     def restart(self, step: int) -> None:
         """Start an empty log after completed step `step`."""
+        self._drop_on_way(0)
+        self._lacking = False
         self._steps.clear()
         self._nbytes, self._first, self._last = 0, step + 1, step
 
     def begin(self, step: int) -> None:
         """Begin the log of `step`. Drop the messages of an earlier execution that was cut off."""
+        self._drop_on_way(step)
+        self._lacking = False
         for late in [one for one in self._steps if one >= step]:
             self._nbytes -= self._steps.pop(late).nbytes
         self._steps[step] = _Step()
@@ -163,6 +189,8 @@ class BoundaryLog:
     def complete(self, step: int) -> None:
         """Note that `step` is complete."""
         self._last = step
+        if self._lacking:
+            self.drop_to(step)
 
     def drop_to(self, step: int) -> None:
         """Drop the steps that a replay from a line at `step` does not need."""
@@ -179,6 +207,48 @@ class BoundaryLog:
     def add_received(self, source: int, key: Key, data: bytes) -> None:
         """Log a message from rank `source`."""
         self._keep_received(source, Message(key, data, xxhash.xxh3_64_intdigest(data)))
+
+    def add_sent_later(self, to: int, key: Key, nbytes: int, copy: Future[Copied]) -> None:
+        """Log a message to rank `to` once it is copied."""
+        self._add_later(_OnWay(key, nbytes, copy, partial(self._keep_sent, to)))
+
+    def add_received_later(self, source: int, key: Key, nbytes: int, copy: Future[Copied]) -> None:
+        """Log a message from rank `source` once it is copied."""
+        self._add_later(_OnWay(key, nbytes, copy, partial(self._keep_received, source)))
+
+    def _add_later(self, message: _OnWay) -> None:
+        self._on_way.append(message)
+        self._on_way_bytes += message.nbytes
+        while self._on_way and (
+            self._on_way[0].copy.done() or self._on_way_bytes > ON_WAY_BYTES_MAX
+        ):
+            self._arrive()
+
+    def _drop_on_way(self, first: int) -> None:
+        """Drop the messages of step `first` and later ones that are being copied."""
+        self._on_way = deque(one for one in self._on_way if one.key.step < first)
+        self._on_way_bytes = sum(one.nbytes for one in self._on_way)
+
+    def _settle(self) -> None:
+        """Wait for all messages that are being copied."""
+        while self._on_way:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        """Add the oldest message that is being copied. If its copy has failed, the log no longer
+        has its step."""
+        message = self._on_way.popleft()
+        self._on_way_bytes -= message.nbytes
+        try:
+            data, digest = message.copy.result()
+        except Exception as error:
+            _log.warning("%s cannot be logged: %r", message.key, error)
+            if message.key.step > self._last:  # Its step may be cut off, and run again.
+                self._lacking = True
+            else:
+                self.drop_to(message.key.step)
+            return
+        message.keep(Message(message.key, data, digest))
 
     def _keep_sent(self, to: int, message: Message) -> None:
         step = self._steps.get(message.key.step)
@@ -204,6 +274,7 @@ class BoundaryLog:
     def part_to_return(self, rank: int) -> LogPart:
         """Return all that this log has of what the log of `rank` had held: the messages from and to
         it, and sums."""
+        self._settle()
         part = self.part_for([rank, EVERYONE], self._first - 1, self._last)
         copies = tuple(
             message
@@ -222,6 +293,7 @@ class BoundaryLog:
         Raises:
             CorruptError: a message does not match its checksum. The log is then empty.
         """
+        self._settle()
         first = max(part.first for part in parts.values())
         last = min(part.last for part in parts.values())
         if last != self._last or first > last:
@@ -247,6 +319,7 @@ class BoundaryLog:
     def part_for(self, ranks: Iterable[int], after: int, to: int) -> LogPart:
         """Return the logged messages from and to `ranks` in the steps after `after`, up to step
         `to`."""
+        self._settle()
         wanted = set(ranks)
         steps = [one for number, one in self._steps.items() if after < number <= to]
         return LogPart(

@@ -192,9 +192,15 @@ def finish(finished: Iterable[Any]) -> None:
 
 
 class Begun:
-    """The collectives of NCCL that this process has begun in some groups until now."""
+    """The collectives of NCCL that this process has begun in some groups until now.
 
-    def __init__(self, begun: Iterable[Any] = ()) -> None:
+    Args:
+        messages: number of messages that it has begun to send or to receive, which NCCL's groups
+            need not count.
+    """
+
+    def __init__(self, begun: Iterable[Any] = (), messages: int = 0) -> None:
+        self.messages = messages
         self._numbers = _numbers_of(begun)
 
     def more(self, begun: Iterable[Any]) -> bool:

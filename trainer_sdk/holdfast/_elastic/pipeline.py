@@ -23,8 +23,8 @@ from holdfast._elastic.boundary_log import (
     Crossing,
     Key,
     LogPart,
-    bytes_of,
 )
+from holdfast._elastic.message_copies import SideCopies, bytes_of
 from holdfast._elastic.world import World, WorldGroup
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.replaying import ReplayPlan
@@ -132,6 +132,9 @@ class Pipeline:
         log_received: whether the log also has the messages that this rank receives, which takes
             twice the memory. Then a rank that gets its state from a replica also gets its log back
             from its neighbours. Equal on all ranks.
+        log_on_side_stream: whether CUDA devices copy their messages for the log on a side stream,
+            and a thread hashes them. Otherwise the training thread waits for the device at each
+            message. Off as long as it has not run on a device.
 
     Raises:
         InvalidJobError: the topology has one stage, or does not fit the world; or processes are to
@@ -139,7 +142,13 @@ class Pipeline:
     """
 
     def __init__(
-        self, world: World, topology: Topology, *, log_bytes: int, log_received: bool = False
+        self,
+        world: World,
+        topology: Topology,
+        *,
+        log_bytes: int,
+        log_received: bool = False,
+        log_on_side_stream: bool = False,
     ) -> None:
         topology.check_world(world.size)
         if topology.pp == 1:
@@ -158,6 +167,7 @@ class Pipeline:
         )
         """The process group of the ranks in this rank's stage."""
         self.log = BoundaryLog(log_bytes, keeps_received=log_received)
+        self._side_copies = SideCopies() if log_on_side_stream else None
         self.replay: BoundaryReplay | None = None
         """The replay in which this rank repeats steps; None outside of a replay."""
         self.idle: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -215,7 +225,7 @@ class Pipeline:
                 self.world.add_up(tensor)
         else:
             self.replay.take(EVERYONE, key, tensor)
-        self.log.add_sent(EVERYONE, key, bytes_of(tensor))
+        self._log_sent(EVERYONE, key, tensor)
         return tensor
 
     def torch_group(self) -> WorldGroup:
@@ -255,10 +265,9 @@ class Pipeline:
         """Begin to send to rank `to`; see `Carrier`."""
         key = Key(self._step, Crossing.TENSOR, self._sent[to])
         self._sent[to] += 1
-        digest = self.log.add_sent(to, key, bytes_of(tensor))
-        if self.replay is not None and self.replay.has(to):
-            self.replay.compare(to, key, digest)
+        if self._repeats(to, key, tensor):
             return lambda: None
+        self._log_sent(to, key, tensor)
         work = self.world.start_send(_flat(tensor.contiguous()), to)
         return partial(self._wait, self._note(work))
 
@@ -339,14 +348,13 @@ class Pipeline:
         return self.topology.rank_at(dp=at.dp, tp=at.tp, pp=at.pp + stages)
 
     def _send(self, to: int, crossing: Crossing, number: int, tensor: torch.Tensor) -> None:
-        key, data = Key(self._step, crossing, number), bytes_of(tensor)
-        digest = self.log.add_sent(to, key, data)
-        if self.replay is not None and self.replay.has(to):
-            self.replay.compare(to, key, digest)
-        else:
-            flat = _flat(tensor.contiguous())
-            with self.idle():
-                self.world.send(flat, to)
+        key = Key(self._step, crossing, number)
+        if self._repeats(to, key, tensor):
+            return
+        self._log_sent(to, key, tensor)
+        flat = _flat(tensor.contiguous())
+        with self.idle():
+            self.world.send(flat, to)
 
     def _receive(
         self, source: int, crossing: Crossing, number: int, into: torch.Tensor
@@ -359,8 +367,31 @@ class Pipeline:
         else:
             with self.idle():
                 self.world.receive(_flat(into), source)
-        self.log.add_received(source, key, bytes_of(into))
+        self._log_received(source, key, into)
         return into
+
+    def _repeats(self, to: int, key: Key, tensor: torch.Tensor) -> bool:
+        """If a replay stands for rank `to`, log a message to it, compare it with the one that the
+        rank had received, and return True."""
+        if self.replay is None or not self.replay.has(to):
+            return False
+        digest = self.log.add_sent(to, key, bytes_of(tensor))
+        self.replay.compare(to, key, digest)
+        return True
+
+    def _log_sent(self, to: int, key: Key, tensor: torch.Tensor) -> None:
+        if self._side_copies is not None and tensor.is_cuda:
+            copy = self._side_copies.begin(tensor)
+            self.log.add_sent_later(to, key, tensor.nbytes, copy)
+        else:
+            self.log.add_sent(to, key, bytes_of(tensor))
+
+    def _log_received(self, source: int, key: Key, into: torch.Tensor) -> None:
+        if self._side_copies is not None and into.is_cuda:
+            copy = self._side_copies.begin(into)
+            self.log.add_received_later(source, key, into.nbytes, copy)
+        else:
+            self.log.add_received(source, key, bytes_of(into))
 
     def _wait(self, on_way: _OnWay) -> None:
         with self.idle():
@@ -372,7 +403,7 @@ class Pipeline:
 
     def _arrive(self, source: int, key: Key, into: torch.Tensor, on_way: _OnWay) -> None:
         self._wait(on_way)
-        self.log.add_received(source, key, bytes_of(into))
+        self._log_received(source, key, into)
 
 
 def _finish(queue: deque[_Arrival], arrival: _Arrival) -> None:

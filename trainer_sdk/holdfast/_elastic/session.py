@@ -319,12 +319,15 @@ class ElasticSession(Session):
         # A repeated step was voted on and saved in its first execution.
         if self._replaying is not None:
             return self._complete_repeated(self._replaying, body)
-        # Without an optimizer step there was no vote yet. Without votes, the world must still last;
-        # where torch ends no process whose communicators have failed, ask these as well.
-        if self._votes:
-            if not (body.voted or self._passes_at_its_end(body)) or not self._ends_whole(body):
-                return False
-        elif self._world.ended or (self._world.groups_stay and not self._ends_whole(body)):
+        # Without an optimizer step there was no vote yet. Without votes, the world must still last.
+        if self._votes and not (body.voted or self._passes_at_its_end(body)):
+            return False
+        # Messages of stages are logged as those of a complete step, with votes or without. Where
+        # torch ends no process whose communicators have failed, ask these as well.
+        asks = self._votes or self._pipeline is not None or self._world.groups_stay
+        if asks and not self._ends_whole(body):
+            return False
+        if not self._votes and self._world.ended:
             return False
         # The step is complete. Note that before the save, so that it counts even if the world ends.
         self._hold(body)
@@ -495,7 +498,7 @@ class ElasticSession(Session):
 
     def _ends_whole(self, body: StepBody) -> bool:
         """Whether collectives that were begun after the vote, or without one, have their results on
-        the device."""
+        the device, and messages between stages have arrived."""
         try:
             self._world.finish_collectives(body.proved)
         except Exception as error:
@@ -734,6 +737,8 @@ class ElasticSession(Session):
     def _complete_repeated(self, plan: ReplayPlan, body: StepBody) -> bool:
         """Complete a step that this rank has repeated. It is not saved again. Return False if the
         world has ended, or if all ranks have restored the line instead."""
+        if not self._ends_whole(body):
+            return False
         self._session.on_step_repeated(body.step)
         self._hold(body)
         if self._world.ended:

@@ -142,6 +142,8 @@ class World:
         """All groups of this process."""
         self._on_device = groups.has_nccl(backend) or nccl_stays
         """Whether collectives may end on the device, where this process does not notice it."""
+        self._messages = 0
+        """Number of messages that this rank has begun to send or to receive."""
         self._why_not = connections.why_not(backend, nccl_stays=nccl_stays)
         if following is not None:
             self._let_groups_stay(nccl_stays)
@@ -370,20 +372,24 @@ class World:
 
     def send(self, flat: torch.Tensor, to: int) -> None:
         """Send bytes, uint8 [n], to rank `to`."""
+        self._messages += 1
         dist.send(flat, to)
 
     def receive(self, flat: torch.Tensor, source: int) -> None:
         """Fill `flat`, uint8 [n], with the bytes that rank `source` sends."""
+        self._messages += 1
         dist.recv(flat, source)
 
     def start_send(self, flat: torch.Tensor, to: int) -> dist.Work:
         """Begin `send`."""
+        self._messages += 1
         work = dist.isend(flat, to)
         assert work is not None, "this rank is in the default group"
         return work
 
     def start_receive(self, flat: torch.Tensor, source: int) -> dist.Work:
         """Begin `receive`."""
+        self._messages += 1
         work = dist.irecv(flat, source)
         assert work is not None, "this rank is in the default group"
         return work
@@ -628,13 +634,13 @@ class World:
         return True
 
     def finish_collectives(self, since: connections.Begun | None = None) -> connections.Begun:
-        """Wait until all collectives that this rank has begun have their results. Those of NCCL
-        return before the device has computed them, and end without a result, but also without an
-        error, when their world does.
+        """Wait until all collectives that this rank has begun have their results, and all messages
+        between stages have arrived. Those of NCCL return before the device has computed them, and
+        end without a result, but also without an error, when their world does.
 
         Args:
-            since: what an earlier call returned. If no collective was begun since, this returns
-                at once.
+            since: what an earlier call returned. If no collective and no message was begun since,
+                this returns at once.
 
         Raises:
             InvalidJobError: a CUDA graph is being captured.
@@ -642,16 +648,17 @@ class World:
         """
         if not self._on_device:
             return connections.Begun()
-        if since is not None and not since.more([*c10d._world.pg_map]):
+        begun = [*c10d._world.pg_map]
+        if since is not None and since.messages == self._messages and not since.more(begun):
             return since
         try:
-            connections.finish([*c10d._world.pg_map])
+            connections.finish(begun)
             if self.ended:
                 raise UnreachableError("the training world has ended")
         except Exception as error:
             self.failure = error
             raise
-        return connections.Begun([*c10d._world.pg_map])
+        return connections.Begun(begun, self._messages)
 
     # --- inside -----------------------------------------------------------------------------------
 

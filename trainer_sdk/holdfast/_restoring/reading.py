@@ -38,8 +38,8 @@ class ReadSnapshot:
         """Copy bytes into live tensors by `plan`, and verify the whole payload.
 
         Raises:
-            CorruptError: a piece does not match its checksum; the message names its units. Tensors
-                are then partly written.
+            CorruptError: a piece does not match its checksum; the message names its units. Or a
+                device does not hold what was copied to it. Tensors are then partly written.
         """
         manifest = self.manifest
         try:

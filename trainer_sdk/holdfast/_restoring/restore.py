@@ -73,7 +73,7 @@ from holdfast_core.job.snapshots import Repeats
 from holdfast_core.protection.replaying import ReplayPlan
 from holdfast_core.protection.standing import StandingVerdict
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.layouts import Entry, Layout
+from holdfast_core.snapshots.layouts import PIECE_BYTES, Entry, Layout
 from holdfast_core.states import RestorePhase, RestoreProgress, RestoreSource
 from holdfast_core.topology import Topology
 
@@ -185,6 +185,7 @@ class Restore:
             alone: its ranks restore, and all others `attend`; None: all ranks restore.
         """
         self.live.begun.begin()
+        self.engine.begin_test(PIECE_BYTES)  # The daemon has to be asked first.
         with without_collector():
             return self._run(no_replay, alone)
 

@@ -16,6 +16,7 @@ from holdfast._copying.device_hashes import DeviceHasher
 from holdfast._copying.devices import Device, DeviceMove
 from holdfast._copying.engine import CopyPlan, plan_copy, with_device_moves
 from holdfast._copying.gathering import GATHERED_BYTES_MAX
+from holdfast._restoring import restore
 from holdfast._session import protected
 from holdfast.testing import FakeDaemon
 from holdfast_core.job.snapshots import Repeats, SparseWindows
@@ -50,6 +51,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     hasher = DeviceHasher(HostKernel)
     hasher.prepare([HERE], PIECE_BYTES)
     monkeypatch.setattr(windows, "plan_copy", plan_as_on_device)
+    monkeypatch.setattr(restore, "plan_copy", plan_as_on_device)
     monkeypatch.setattr(holdfast._init, "device_of", device_of)
     monkeypatch.setattr(protected, "hasher_of_process", lambda: hasher)
     return counts

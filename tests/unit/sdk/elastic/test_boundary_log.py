@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
+
 import msgspec
 import pytest
 import torch
 import xxhash
 
+from holdfast._elastic import boundary_log
 from holdfast._elastic.boundary_log import (
     EVERYONE,
     BoundaryLog,
@@ -17,6 +21,7 @@ from holdfast._elastic.boundary_log import (
     decode_part,
     encode_part,
 )
+from holdfast._elastic.message_copies import Copied
 from holdfast._elastic.pipeline import BoundaryReplay
 from holdfast_core.errors import CorruptError
 from holdfast_core.protection.replaying import ReplayPlan
@@ -231,3 +236,131 @@ def test_a_log_with_a_wrong_byte_is_not_used() -> None:
     part = LogPart((Message(key(2), b"other bytes", 1),))
     with pytest.raises(CorruptError, match="gradient 0 of step 2 does not match its checksum"):
         BoundaryReplay(PLAN, {BELOW: part})
+
+
+class Copying:
+    """Messages that devices are copying, which arrive when the test says so."""
+
+    def __init__(self, log: BoundaryLog) -> None:
+        self.log = log
+        self.on_way: list[tuple[Future[Copied], bytes]] = []
+
+    def send(self, step: int, data: bytes, number: int = 0) -> None:
+        self.on_way.append((Future(), data))
+        self.log.add_sent_later(ME, key(step, number), len(data), self.on_way[-1][0])
+
+    def receive(self, step: int, data: bytes) -> None:
+        self.on_way.append((Future(), data))
+        name = key(step, crossing=Crossing.ACTIVATION)
+        self.log.add_received_later(ME, name, len(data), self.on_way[-1][0])
+
+    def arrive(self) -> None:
+        for copy, data in self.on_way:
+            copy.set_result((data, xxhash.xxh3_64_intdigest(data)))
+        self.on_way.clear()
+
+
+def test_messages_of_devices_are_logged_like_others_once_they_are_copied() -> None:
+    logs = [BoundaryLog(35, keeps_received=True) for _ in range(2)]
+    copying = Copying(logs[1])
+    for step in range(1, 7):
+        for log in logs:
+            log.begin(step)
+        data = bytes([step]) * 5
+        logs[0].add_sent(ME, key(step), data)
+        logs[0].add_received(ME, key(step, crossing=Crossing.ACTIVATION), data)
+        copying.send(step, data)
+        copying.receive(step, data)
+        for log in logs:
+            log.complete(step)
+        if step % 2:
+            copying.arrive()
+    copying.arrive()
+    for read in ("first", "last", "nbytes"):
+        assert getattr(logs[0], read) == getattr(logs[1], read)
+    parts = [log.part_for([ME], after=0, to=6) for log in logs]
+    assert parts[0] == parts[1]
+    assert logs[0].part_to_return(ME) == logs[1].part_to_return(ME)
+
+
+def test_who_reads_the_log_waits_for_what_is_being_copied() -> None:
+    log = BoundaryLog(1000)
+    copying = Copying(log)
+    log.begin(1)
+    copying.send(1, b"one")
+    copying.send(1, b"two", number=1)
+    log.complete(1)
+    timer = threading.Timer(0.0, copying.arrive)
+    timer.start()
+    assert [message.data for message in log.part_for([ME], after=0, to=1).sent] == [b"one", b"two"]
+    timer.join()
+
+
+def test_messages_of_a_step_that_was_cut_off_do_not_arrive_in_the_next_one() -> None:
+    log = BoundaryLog(1000)
+    copying = Copying(log)
+    log.begin(1)
+    copying.send(1, b"kept")
+    log.complete(1)
+    log.begin(2)
+    copying.send(2, b"cut off")
+    log.begin(2)
+    copying.send(2, b"again")
+    copying.arrive()
+    assert [m.data for m in log.part_for([ME], after=0, to=2).sent] == [b"kept", b"again"]
+    copying.send(2, b"late", number=1)
+    log.restart(5)
+    copying.arrive()
+    assert (log.nbytes, log.first, log.last) == (0, 6, 5)
+
+
+def test_a_copy_that_fails_costs_its_step_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = BoundaryLog(1000)
+    copying = Copying(log)
+    for step in (1, 2, 3):
+        log.begin(step)
+        copying.send(step, bytes(4))
+        log.complete(step)
+    copying.on_way.pop(1)[0].set_exception(RuntimeError("launch failed"))
+    copying.arrive()
+    assert (log.first, log.last, log.nbytes) == (3, 3, 4)
+    assert "gradient 0 of step 2 cannot be logged" in caplog.text
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_copy_that_fails_in_a_step_that_is_cut_off_costs_nothing(again: bool) -> None:
+    log = BoundaryLog(1000)
+    copying = Copying(log)
+    for step in (1, 2):
+        log.begin(step)
+        copying.send(step, bytes(4))
+        copying.arrive()
+        log.complete(step)
+    log.begin(3)
+    copying.send(3, bytes(4))
+    copying.on_way.pop()[0].set_exception(RuntimeError("launch failed"))
+    assert (log.first, log.last) == (1, 2)
+    if again:
+        log.begin(3)
+        copying.send(3, bytes(4))
+        copying.arrive()
+    log.complete(3)
+    assert (log.first, log.last) == ((1, 3) if again else (4, 3))
+
+
+def test_a_rank_waits_when_too_much_is_being_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary_log, "ON_WAY_BYTES_MAX", 25)
+    log = BoundaryLog(1000)
+    copying = Copying(log)
+    log.begin(1)
+    copying.send(1, bytes(10))
+    copying.send(1, bytes(10), number=1)
+    first = copying.on_way[0][0]
+    timer = threading.Timer(0.0, copying.arrive)
+    assert not first.done()
+    timer.start()
+    copying.send(1, bytes(10), number=2)
+    assert first.done()
+    timer.join()

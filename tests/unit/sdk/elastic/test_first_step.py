@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from holdfast._agree.exchange import Alone
+from holdfast._elastic.boundary_log import BoundaryLog
 from holdfast._elastic.session import ElasticSession
 from holdfast._exits import exit_code_of
 from holdfast.testing import FakeDaemon
@@ -274,3 +276,28 @@ def test_a_restore_counts_once_the_devices_have_its_bytes(
     with pytest.raises(UnreachableError, match="ended before it had a result"):
         session.restore()
     assert session._held.step is None
+
+
+class EndsEarly(FirstStep):
+    """Its world ends while the device still waits for the messages of other stages."""
+
+    def finish_collectives(self, since: Any = None) -> Any:
+        raise UnreachableError("a collective was ended before it had a result")
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_without_a_vote_the_step_of_a_stage_counts_only_if_its_messages_have_arrived(
+    repeats: bool, trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    world: Any = EndsEarly(lambda own: [own])
+    session = session_in(world, trainer, open_session, tmp_path, votes=False)
+    log = BoundaryLog(1000)
+    stage: Any = SimpleNamespace(log=log, begin=log.begin, complete=log.complete)
+    session._pipeline = stage
+    session.begin(1)
+    trainer.train()
+    if repeats:
+        plan: Any = SimpleNamespace(line=0, target=1)
+        session._replaying = plan
+    assert not session.complete(1)
+    assert (session._held.step, log.last) == (None, 0)

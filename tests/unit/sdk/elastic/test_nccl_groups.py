@@ -272,6 +272,23 @@ def test_collectives_end_with_their_world_and_their_results_do_not_count(tmp_pat
     run_worlds(leave_collectives, tmp_path, "nccl")
 
 
+@pytest.mark.parametrize("begin", ["send", "receive", "start_send", "start_receive"])
+def test_messages_between_two_ranks_are_finished_too(
+    begin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's groups need not count them."""
+    world = object.__new__(World)
+    world._on_device, world._messages = True, 0
+    monkeypatch.setattr(World, "ended", False)
+    for name in ("send", "recv", "isend", "irecv"):
+        monkeypatch.setattr(dist, name, lambda *_: "queued")
+    begun = world.finish_collectives()
+    assert world.finish_collectives(begun) is begun
+    getattr(world, begin)(torch.zeros(4, dtype=torch.uint8), 1)
+    assert not begun.more
+    assert world.finish_collectives(begun) is not begun
+
+
 def train_sharded(process: int, socket: str, port: str, backend: str) -> None:
     one = begin(process, socket, port, backend)
     mesh = init_device_mesh("cpu", (RANKS,))

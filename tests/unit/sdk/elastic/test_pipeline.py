@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
+from on_device import OnDevice
 from torch import nn
 
 import holdfast
+from holdfast._elastic import message_copies
 from holdfast._elastic.boundary_log import EVERYONE, BoundaryLog, Crossing, Key
+from holdfast._elastic.message_copies import Copied, SideCopies, bytes_of
 from holdfast._elastic.pipeline import SCHEDULES_FROM, BoundaryReplay, Pipeline
 from holdfast._elastic.stage_group import StageGroup
 from holdfast_core.errors import InvalidJobError
@@ -248,3 +255,123 @@ def test_what_a_schedule_keeps_of_an_ended_world_holds_no_transfer() -> None:
     on_way = list(pipeline._on_way)
     pipeline.drop()
     assert [each.work for each in on_way] == [None] * len(kept)
+
+
+class DeviceWorld(FakeWorld):
+    """World whose tensors are on a device. It only queues work."""
+
+    def send(self, flat: torch.Tensor, to: int) -> None:
+        del flat, to
+
+    def receive(self, flat: torch.Tensor, source: int) -> None:
+        del source
+        flat.fill_(7)
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        tensor.mul_(2)
+
+
+class OnCuda(OnDevice):
+    """Plays a tensor on a CUDA device."""
+
+    is_cuda = True
+
+
+def pipeline_on(world: FakeWorld, *, log_on_side_stream: bool = True) -> Pipeline:
+    any_world: Any = world
+    made = Pipeline(any_world, TOPOLOGY, log_bytes=1000, log_on_side_stream=log_on_side_stream)
+    made.begin(1)
+    return made
+
+
+def test_messages_of_a_device_are_logged_without_a_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies = list[Callable[[], bytes]]()
+    go_on = threading.Event()
+
+    def queue_copy(self: SideCopies, tensor: torch.Tensor) -> Callable[[], bytes]:
+        del self
+        assert isinstance(tensor, OnCuda)
+        data = bytes_of(tensor.held)  # as of now, whatever the program does next
+
+        def wait() -> bytes:
+            assert go_on.wait(30)
+            return data
+
+        copies.append(wait)
+        return wait
+
+    monkeypatch.setattr(SideCopies, "_queue_copy", queue_copy)
+    monkeypatch.setattr(OnDevice, "waits", 0)
+    pipeline = pipeline_on(DeviceWorld(0))
+    out, into, total = (OnCuda(torch.full((4,), float(i))) for i in (1, 2, 3))
+    pipeline.send_activation(0, out)
+    out.zero_()
+    pipeline.receive_gradient(0, into)
+    pipeline.add_up(total)
+    pipeline.complete(1)
+    assert (OnDevice.waits, len(copies)) == (0, 3)
+    [thread] = [one for one in threading.enumerate() if one.name == "holdfast-log"]
+    assert thread.daemon, "a device that hangs keeps no process from ending"
+    go_on.set()
+    part = pipeline.log.part_for([1, EVERYONE], after=0, to=1)
+    assert [message.data for message in part.sent] == [
+        bytes_of(torch.full((4,), 1.0)),
+        bytes_of(torch.full((4,), 6.0)),
+    ]
+    received = bytes_of(into.held)
+    assert [digest for _, digest in part.received] == [xxhash.xxh3_64_intdigest(received)]
+
+
+@pytest.mark.parametrize("device", [OnDevice, OnCuda])
+def test_messages_are_copied_by_the_training_thread_unless_it_is_a_cuda_device_that_is_asked(
+    device: type[OnDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(self: SideCopies, tensor: torch.Tensor) -> Future[Copied]:
+        raise AssertionError("no side stream is asked for")
+
+    monkeypatch.setattr(SideCopies, "begin", never)
+    pipeline = pipeline_on(DeviceWorld(0), log_on_side_stream=device is OnDevice)
+    pipeline.send_activation(0, device(torch.ones(3)))
+    pipeline.receive_gradient(0, device(torch.ones(3)))
+    pipeline.complete(1)
+    [sent] = pipeline.log.part_for([1], after=0, to=1).sent
+    assert sent.checked_bytes() == bytes_of(torch.ones(3))
+
+
+@pytest.mark.parametrize("refusal", ["memory", "stream", "thread"])
+def test_a_rank_whose_device_or_process_is_full_waits_from_then_on(
+    refusal: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = list[str]()
+
+    def refuse(*given: object) -> Any:
+        del given
+        asked.append(refusal)
+        if refusal == "memory":
+            raise torch.OutOfMemoryError("no memory is left")
+        raise RuntimeError("can't start new thread" if refusal == "thread" else "CUDA error")
+
+    if refusal == "thread":
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    else:
+        monkeypatch.setattr(SideCopies, "_queue_copy", refuse)
+    pipeline = pipeline_on(DeviceWorld(0))
+    for number in range(3):
+        pipeline.send_activation(number, OnCuda(torch.full((3,), float(number))))
+    pipeline.complete(1)
+    sent = pipeline.log.part_for([1], after=0, to=1).sent
+    wanted = [bytes_of(torch.full((3,), float(number))) for number in range(3)]
+    assert [message.checked_bytes() for message in sent] == wanted
+    assert len(asked) == 1, "to ask frees all that the device's allocator has cached"
+    assert caplog.text.count("by the training thread, which takes longer") == 1
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4097])
+def test_the_bytes_of_a_message_are_copied(nbytes: int) -> None:
+    arrived = (torch.arange(nbytes) + 7).to(torch.uint8)
+    data = message_copies._copied(arrived)
+    arrived.zero_()
+    assert data == bytes((number + 7) % 256 for number in range(nbytes))
+    assert not any(bytes(nbytes)), "no bytes object that others have was written"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from xxhash import xxh3_64_intdigest
 
 from holdfast._copying.device_hashes import STRIPE_BYTES, SegmentTable
-from holdfast._copying.devices import CpuDevice, DeviceMove, Fence
+from holdfast._copying.devices import CpuDevice, DeviceMove, Fence, Uploader, UploadRange
 
 HERE = torch.device("cpu")
 
@@ -24,6 +26,26 @@ class HostDevice(CpuDevice):
         target = torch.frombuffer(slot, dtype=torch.uint8)
         for move in moves:
             target[move.start : move.start + move.nbytes] = move.flat
+
+    def upload(
+        self, moves: Sequence[DeviceMove], buffer: torch.Tensor, start: int, fence: Fence
+    ) -> None:
+        for move in moves:
+            move.flat.copy_(buffer[move.start - start : move.start - start + move.nbytes])
+
+    @contextmanager
+    def uploading(self, address: int, fence: Fence) -> Iterator[Uploader]:
+        del fence
+        yield partial(copy_at_once, address)
+
+
+def copy_at_once(address: int, of_arena: UploadRange) -> bool:
+    """Make the copies out of a range of an arena at `address`."""
+    end = of_arena.start + of_arena.nbytes
+    for move in of_arena.moves:
+        assert of_arena.start <= move.start <= move.start + move.nbytes <= end
+        ctypes.memmove(move.flat.data_ptr(), address + move.start, move.nbytes)
+    return True
 
 
 class HostKernel:
