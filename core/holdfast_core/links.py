@@ -108,17 +108,19 @@ def peers_to_measure(membership: Membership, member: int) -> tuple[int, ...]:
     everybody = [each.index for each in membership.members]
     if len(everybody) < MEMBERS_MIN:
         return ()
-    group = _after(list(membership.group_of(member)), member)[:GROUP_LINKS_MAX]
-    others = [each for each in _after(everybody, member) if each not in group]
-    return tuple([*group, *others][:LINKS_MAX])
+    group = list(membership.group_of(member))
+    beside = _behind(group, group.index(member), 1)
+    # As far ahead as the group is large, so that no member of another group is asked by all of it.
+    strangers = _behind(everybody, everybody.index(member), len(group))
+    others = [each for each in strangers if each not in group]
+    near = beside[: LINKS_MAX - min(len(others), LINKS_MAX - GROUP_LINKS_MAX)]
+    return tuple([*near, *others][:LINKS_MAX])
 
 
-def _after(members: list[int], member: int) -> list[int]:
-    """The others among `members`, in order, beginning behind `member`, which is one of them."""
-    if member not in members:  # a job without redundancy has no groups
-        return []
-    at = members.index(member)
-    return [*members[at + 1 :], *members[:at]]
+def _behind(members: list[int], at: int, distance: int) -> list[int]:
+    """The members but the one at `at`, in order, from the one `distance` behind it on."""
+    places = (at + distance + n for n in range(len(members)))
+    return [members[place % len(members)] for place in places if place % len(members) != at]
 
 
 def slow_links(rates: Iterable[LinkRate], factor: float) -> tuple[SlowLinks, ...]:
