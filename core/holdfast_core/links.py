@@ -88,6 +88,21 @@ class SlowLinks(Struct, frozen=True, kw_only=True, gc=False):
     """What is wrong with the slowest of them, besides being slow."""
 
 
+class LinkVerdict(Struct, frozen=True, kw_only=True, gc=False):
+    """What a node's own daemon says about its links, in words."""
+
+    failure: str = ""
+    """Why the node should not take part; empty for no reason."""
+    notice: str = ""
+    """What else is slow, and names nobody."""
+    not_checked: str = ""
+    """Why nothing can be said."""
+    is_final: bool = False
+    """Whether that will not change."""
+    found: str = ""
+    """How fast the links are."""
+
+
 def bounded_links(value: MeasuredLinks, member: int) -> MeasuredLinks:
     """`value` as the daemon of `member` may report it: without what is no measurement of its
     own."""
