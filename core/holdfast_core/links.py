@@ -11,10 +11,10 @@ judged. Pure.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from statistics import median_low
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -103,13 +103,13 @@ class LinkVerdict(Struct, frozen=True, kw_only=True, gc=False):
     """How fast the links are."""
 
 
-def bounded_links(value: MeasuredLinks, member: int) -> MeasuredLinks:
-    """`value` as the daemon of `member` may report it: without what is no measurement of its
-    own."""
+def links_of(value: MeasuredLinks, member: int) -> MeasuredLinks:
+    """`value` as the daemon of `member` has reported it, whatever it says about others: without
+    what is no measurement of its own."""
     rates = tuple(
-        rate
+        replace(rate, member=member)
         for rate in value.rates[:LINKS_MAX]
-        if rate.member == member != rate.peer
+        if rate.peer != member
         and math.isfinite(rate.bytes_s)
         and 0 <= rate.bytes_s <= RATE_BYTES_S_MAX
         and (rate.bytes_s > 0) == (rate.problem is LinkProblem.NONE)
@@ -145,31 +145,52 @@ def slow_links(rates: Iterable[LinkRate], factor: float) -> tuple[SlowLinks, ...
     that do not touch this node; in one direction is enough.
     """
     measured = tuple(rates)
+    if len(measured) < OTHERS_MIN:
+        return ()
+    of_member, of_link = defaultdict[int, list[LinkRate]](list), _by_ends(measured)
+    for ends, link in of_link.items():
+        for end in ends:
+            of_member[end] += link
+    ordered = sorted(rate.bytes_s for rate in measured)
     named = [
         slow
-        for member in sorted({end for rate in measured for end in (rate.member, rate.peer)})
-        if (slow := _judged(member, measured, factor)) is not None
+        for member, own in sorted(of_member.items())
+        if (slow := _judged(member, own, ordered, factor)) is not None
     ]
     explained = {slow.members[0] for slow in named}
     single = [
         slow
-        for ends, link in sorted(_by_ends(measured).items())
+        for ends, link in sorted(of_link.items())
         if not explained.intersection(ends)
-        and (slow := _single(ends, link, measured, factor)) is not None
+        and (slow := _single(ends, link, ordered, factor)) is not None
     ]
     return (*named, *single)
 
 
-def _judged(member: int, measured: tuple[LinkRate, ...], factor: float) -> SlowLinks | None:
-    """A node, if most of its links are slow, and several."""
-    others = [rate for rate in measured if member not in (rate.member, rate.peer)]
-    if len(others) < OTHERS_MIN:
+def _usual(ordered: Sequence[float], own: Iterable[LinkRate]) -> float | None:
+    """The lower median of `ordered` without the rates of `own`, which are among them; None when too
+    few are left. There may be thousands of nodes, so they are sorted once."""
+    left_out = sorted(rate.bytes_s for rate in own)
+    if len(ordered) - len(left_out) < OTHERS_MIN:
         return None
-    usual = median_low([rate.bytes_s for rate in others])
+    at = (len(ordered) - len(left_out) - 1) // 2
+    for number, rate in enumerate(left_out):
+        same = number - bisect_left(left_out, rate)
+        if bisect_left(ordered, rate) + same <= at:
+            at += 1
+    return ordered[at]
+
+
+def _judged(
+    member: int, own: list[LinkRate], ordered: Sequence[float], factor: float
+) -> SlowLinks | None:
+    """A node, if most of its links are slow, and several."""
+    usual = _usual(ordered, own)
+    if usual is None:
+        return None
     links = {
         rate.peer if rate.member == member else rate.member: rate
-        for rate in sorted(measured, key=lambda rate: -rate.bytes_s)  # the slower direction stays
-        if member in (rate.member, rate.peer)
+        for rate in sorted(own, key=lambda rate: -rate.bytes_s)  # the slower direction stays
     }
     slow = {peer: rate for peer, rate in links.items() if rate.bytes_s * factor < usual}
     if len(slow) < NAMING_LINKS_MIN or 2 * len(slow) <= len(links):
@@ -178,14 +199,11 @@ def _judged(member: int, measured: tuple[LinkRate, ...], factor: float) -> SlowL
 
 
 def _single(
-    ends: tuple[int, int], link: list[LinkRate], measured: tuple[LinkRate, ...], factor: float
+    ends: tuple[int, int], link: list[LinkRate], ordered: Sequence[float], factor: float
 ) -> SlowLinks | None:
-    others = [rate.bytes_s for rate in measured if rate not in link]
-    if len(others) < OTHERS_MIN:
-        return None
-    usual = median_low(others)
-    slow = [rate for rate in link if rate.bytes_s * factor < usual]
-    return _slow(ends, (), slow, usual) if slow else None
+    usual = _usual(ordered, link)
+    slow = [] if usual is None else [rate for rate in link if rate.bytes_s * factor < usual]
+    return None if usual is None or not slow else _slow(ends, (), slow, usual)
 
 
 def _slow(
@@ -257,7 +275,12 @@ class LinkWatch(Struct, frozen=True, kw_only=True):
             return LinkWatch(epoch=epoch, numbers=numbers)
         if any(not each or each == self.numbers.get(member) for member, each in numbers.items()):
             return self
-        rates = [rate for each in links.values() for rate in each.rates if rate.peer in links]
+        rates = [
+            rate
+            for member, each in links.items()
+            for rate in links_of(each, member).rates
+            if rate.peer in links
+        ]
         slow = {each.members: each for each in slow_links(rates, REPORTED_FACTOR)}
         records = {
             members: after

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from holdfast_core.links import LINKS_MAX, LinkProblem, LinkRate, MeasuredLinks, bounded_links
+from holdfast_core.links import LINKS_MAX, LinkProblem, LinkRate, MeasuredLinks
 from holdfast_protos import values_pb2
+
+NOBODY = -1
+"""The member whose measurements these are, before that is known."""
 
 
 def links_to_proto(value: MeasuredLinks) -> values_pb2.MeasuredLinks:
@@ -17,12 +20,13 @@ def links_to_proto(value: MeasuredLinks) -> values_pb2.MeasuredLinks:
     )
 
 
-def links_from_proto(message: values_pb2.MeasuredLinks, member: int) -> MeasuredLinks:
-    """Decode the measurements of the daemon of `member`, without what cannot be one of them."""
+def links_from_proto(message: values_pb2.MeasuredLinks) -> MeasuredLinks:
+    """Decode the measurements of a daemon. Whose they are is known from who sends them
+    (`links_of`)."""
     known = set(LinkProblem)
     rates = tuple(
         LinkRate(
-            member=member,
+            member=NOBODY,
             peer=rate.peer,
             bytes_s=rate.bytes_s,
             problem=LinkProblem(rate.problem),
@@ -30,4 +34,4 @@ def links_from_proto(message: values_pb2.MeasuredLinks, member: int) -> Measured
         for rate in message.rates[:LINKS_MAX]
         if rate.problem in known
     )
-    return bounded_links(MeasuredLinks(number=message.number, rates=rates), member)
+    return MeasuredLinks(number=message.number, rates=rates)

@@ -21,7 +21,7 @@ from holdfast_core.errors import (
     StaleEpochError,
     UnreachableError,
 )
-from holdfast_core.links import MeasuredLinks
+from holdfast_core.links import MeasuredLinks, links_of
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member
 from holdfast_daemon.engine.effects import Effect, Send, SendDirective, SendReport, SendSuspect
@@ -261,7 +261,7 @@ class PeerReader:
             reply = peer.Links(request, timeout=SEND_TIMEOUT_S)
         except grpc.RpcError as error:
             raise _translated(error, member) from error
-        return links_from_proto(reply, member.index)
+        return links_of(links_from_proto(reply), member.index)
 
     def close(self) -> None:
         with self._lock:

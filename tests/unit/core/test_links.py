@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from statistics import median_low
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast_core.links import (
     LINKS_MAX,
@@ -17,7 +20,8 @@ from holdfast_core.links import (
     LinkWatch,
     MeasuredLinks,
     SlowLinks,
-    bounded_links,
+    _usual,
+    links_of,
     peers_to_measure,
     slow_links,
     slow_links_in_words,
@@ -137,16 +141,26 @@ def test_what_a_daemon_could_not_have_measured_is_left_out() -> None:
     good = LinkRate(member=1, peer=2, bytes_s=5.0)
     gone = LinkRate(member=1, peer=3, problem=LinkProblem.UNREACHABLE)
     bad = [
-        LinkRate(member=2, peer=1, bytes_s=5.0),
         LinkRate(member=1, peer=1, bytes_s=5.0),
         *(LinkRate(member=1, peer=2, bytes_s=rate) for rate in (-1.0, 0.0, math.inf, math.nan)),
         LinkRate(member=1, peer=2, bytes_s=1e14),
         LinkRate(member=1, peer=2, bytes_s=5.0, problem=LinkProblem.WRONG_BYTES),
     ]
     for each in bad:
-        found = bounded_links(MeasuredLinks(number=4, rates=(good, each, gone)), 1)
+        found = links_of(MeasuredLinks(number=4, rates=(good, each, gone)), 1)
         assert found == MeasuredLinks(number=4, rates=(good, gone))
-    assert len(bounded_links(MeasuredLinks(number=1, rates=(good,) * 99), 1).rates) == LINKS_MAX
+    claimed = MeasuredLinks(number=1, rates=(LinkRate(member=7, peer=2, bytes_s=5.0),))
+    assert links_of(claimed, 1).rates == (good,), "whoever it says that it is"
+    assert len(links_of(MeasuredLinks(number=1, rates=(good,) * 99), 1).rates) == LINKS_MAX
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0]), min_size=4), st.data())
+def test_the_usual_rate_is_the_median_without_ones_own(
+    all_rates: list[float], data: st.DataObject
+) -> None:
+    own = data.draw(st.integers(0, len(all_rates) - 2))
+    rates = [LinkRate(member=0, peer=1, bytes_s=each) for each in all_rates]
+    assert _usual(sorted(all_rates), rates[:own]) == median_low(all_rates[own:])
 
 
 def test_slow_links_are_told_with_the_nodes() -> None:
