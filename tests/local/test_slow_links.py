@@ -100,6 +100,7 @@ def test_the_daemon_behind_a_narrow_link_names_itself_and_all_report_what_they_m
 
 TRAINS = """
 import torch, holdfast
+torch.distributed.init_process_group("gloo")
 model = torch.nn.Linear(4, 4)
 with holdfast.init(model=model, optimizer=torch.optim.AdamW(model.parameters())) as session:
     for step in range((session.restore() or 0) + 1, 4):
@@ -151,6 +152,7 @@ def test_a_node_behind_a_narrow_interface_takes_no_part_and_is_remembered(direct
         "narrow",
         [sys.executable, str(directory / "train.py")],
         nodes=MEMBERS,
+        env={"GLOO_SOCKET_IFNAME": "lo"},  # this network knows no names
         snapshot={"memoryPerNode": "16Mi"},
         redundancy={"type": "None"},
         failurePolicy={"spares": 1, "checkNodes": True},

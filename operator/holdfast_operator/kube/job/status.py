@@ -111,7 +111,6 @@ def status_of(
     generation = job.metadata.generation
     started = previous.get("startedAt") or (clocks.text(now) if membership is not None else None)
     traffic = traffic_of(observed, membership)
-    kept = kept_until(job, state)
     slow = _slow_ranks(observed, state) if phase is Phase.RUNNING else ()
     return _document(
         JobStatus(
@@ -129,8 +128,8 @@ def status_of(
             recoveries=state.recoveries,
             recovery_mode=recovery_mode(observed, membership),
             started_at=started,
-            ended_at=None if state.ended_at is None else clocks.text(state.ended_at),
-            kept_until=None if kept is None else clocks.text(kept),
+            ended_at=_time(clocks, state.ended_at),
+            kept_until=_time(clocks, kept_until(job, state)),
             problem=_problem(decision, phase)[:PROBLEM_CHARACTERS_MAX] or None,
             observed_generation=generation,
             selector=f"{JOB_LABEL}={job.metadata.name}",
@@ -144,7 +143,7 @@ def status_of(
             last_recoveries=tuple(each.status for each in recoveries[-RECOVERIES_SHOWN:]),
             stragglers=_stragglers(membership, slow),
             straggler_count=len(slow) or None,
-            slow_links=_slow_links(state) if phase is Phase.RUNNING else None,
+            slow_links=_slow_links(state, phase),
             token_loss=None if state.losses is None else _token_loss(state.losses),
             experts=None if state.plan is None else _experts(state.plan),
             pace=_pace(measured_pace(job, observed, membership)),
@@ -319,6 +318,10 @@ def _joining(
     return tuple(members) or None
 
 
+def _time(clocks: ClockPair, at: float | None) -> str | None:
+    return None if at is None else clocks.text(at)
+
+
 def _failure(failure: TrainerFailure) -> FailureStatus:
     return FailureStatus(
         text=failure.text,
@@ -376,10 +379,10 @@ def _stragglers(
     return tuple(found) or None
 
 
-def _slow_links(state: ControlState) -> tuple[SlowLinksStatus, ...] | None:
-    """The links that are slow in the present epoch; None without any."""
+def _slow_links(state: ControlState, phase: Phase) -> tuple[SlowLinksStatus, ...] | None:
+    """The links that are slow in the present epoch of a job that runs; None without any."""
     membership, watch = state.membership, state.links
-    if membership is None or watch.epoch != membership.epoch:
+    if phase is not Phase.RUNNING or membership is None or watch.epoch != membership.epoch:
         return None
     found = [
         SlowLinksStatus(
