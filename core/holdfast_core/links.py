@@ -33,6 +33,9 @@ NAMING_LINKS_MIN = 2
 """Slow links by which a node is named."""
 OTHERS_MIN = 2
 """Measurements elsewhere with which those of a node are compared."""
+CHECKED_MEMBERS_MIN, CHECKED_LINKS_MIN = 4, 2
+"""Members, and links between others, with which a node can fail its check. Of three nodes, two that
+share a host would refuse the third."""
 REFUSED_FACTOR = 10.0
 """How much slower the links of a node are that must not take part. Limits of all checks are a tenth
 of what is usual, because a node that is refused wrongly costs more than a slow one."""
@@ -119,7 +122,8 @@ def links_of(value: MeasuredLinks, member: int) -> MeasuredLinks:
 
 def peers_to_measure(membership: Membership, member: int) -> tuple[int, ...]:
     """The members whose links to `member` are measured: some of its parity group, and the next
-    ones. Each member is asked by as many as it asks. None in a job that is too small."""
+    ones. Each member is asked by as many as it asks if all groups have one size. None in a job that
+    is too small."""
     everybody = [each.index for each in membership.members]
     if len(everybody) < MEMBERS_MIN:
         return ()

@@ -1,4 +1,4 @@
-"""Real daemons measure their links, and the one behind a narrow link says so of itself."""
+"""Real daemons measure their links, and a node behind a narrow one takes no part."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def job(cluster: RawCluster) -> Iterator[RawJob]:
     link.close()
 
 
-def test_the_daemon_behind_a_narrow_link_names_itself_and_all_report_what_they_measured(
+def test_daemons_report_the_node_that_sends_over_a_narrow_link_and_it_is_not_refused(
     cluster: RawCluster, job: RawJob
 ) -> None:
     job.form()
@@ -87,8 +87,7 @@ def test_the_daemon_behind_a_narrow_link_names_itself_and_all_report_what_they_m
 
     with ThreadPoolExecutor(MEMBERS) as pool:
         replies = list(pool.map(check, job.nodes))
-    assert [bool(reply.failure) for reply in replies] == [False, False, True, False], replies
-    assert replies[NARROW].failure.startswith("links of n2 to n0, n1, n3 reach ")
+    assert not any(reply.failure or reply.not_checked for reply in replies), replies
     for member, node in enumerate(job.nodes):
         state = wait_for("its links", partial(cluster.control.state, node, job.name))
         assert state is not None and state.links.number > 0
@@ -131,9 +130,9 @@ NARROWS = """
 ip link set lo up
 tc qdisc add dev lo root handle 1: htb
 tc class add dev lo parent 1: classid 1:2 htb rate 40mbit
-tc filter add dev lo protocol ip parent 1: u32 match u32 0x7f4d0003 0xffff00ff at 12 flowid 1:2
+tc filter add dev lo protocol ip parent 1: u32 match u32 0x7f4d0003 0xffff00ff at 16 flowid 1:2
 """
-"""What the third node of a local run (127.77.*.3) sends is limited to 5 MB/s."""
+"""What the third node of a local run (127.77.*.3) is sent is limited to 5 MB/s."""
 
 
 @pytest.mark.slow

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 from holdfast_core.errors import HoldfastError, UnreachableError
 from holdfast_core.links import (
+    CHECKED_LINKS_MIN,
+    CHECKED_MEMBERS_MIN,
     MEMBERS_MIN,
-    OTHERS_MIN,
     REFUSED_FACTOR,
     LinkProblem,
     LinkRate,
@@ -57,10 +58,12 @@ PROBE_S = 0.3
 """Time for which a probe is read at most: what has come until then shows the rate."""
 TIMEOUT_S = 1.0
 """Time within which a peer must accept a connection, and send more bytes."""
-PART_BYTES = 256 << 10
 FRESH_S = 30.0
 """Age up to which a check uses what was measured, so that nobody can have links measured all the
 time."""
+AGAIN_S = 5.0
+"""Time after which a check measures again what was slow, so that one burst of other traffic does
+not spoil both rounds."""
 CHECKS = 8
 """Times that a check looks for measurements of others, a second apart: other nodes may be about to
 measure theirs."""
@@ -75,6 +78,7 @@ class _Round:
 
     epoch: int
     at: float
+    """When it began."""
     links: MeasuredLinks
 
 
@@ -102,6 +106,8 @@ class LinkMonitor:
         self._rounds: dict[str, _Round] = {}
         self._due: dict[str, tuple[int, float]] = {}
         """Job → its epoch, and when its links are measured next."""
+        self._checks: dict[str, asyncio.Task[LinkVerdict]] = {}
+        """Job → the check that runs: whoever asks meanwhile gets the same answer."""
         self._lock = asyncio.Lock()
         """Held while links are measured: two at a time would share this node's network."""
 
@@ -116,7 +122,7 @@ class LinkMonitor:
             await asyncio.sleep(TURN_S)
             for job, epoch in self._jobs_due():
                 try:
-                    await self._measure(job)
+                    await self._measure(job, since=self._clock())
                 except Exception:  # measurements must not end the daemon
                     _log.exception("links_not_measured", job=job)
                 period_s = PERIOD_S * random.uniform(0.9, 1.1)
@@ -141,32 +147,38 @@ class LinkMonitor:
 
         What is slow in one round only says nothing: before the node is named, its links are
         measured again."""
-        verdict, suspected = LinkVerdict(), False
+        if job not in self._checks:
+            task = asyncio.create_task(self._compare_twice(job))
+            self._checks[job] = task
+            task.add_done_callback(lambda _: self._checks.pop(job))
+        return await asyncio.shield(self._checks[job])  # whoever gives up ends it for nobody else
+
+    async def _compare_twice(self, job: str) -> LinkVerdict:
+        verdict = LinkVerdict()
         for turn in range(CHECKS):
             if turn:
                 await asyncio.sleep(TURN_S)
-            verdict = await self._check(job, again=suspected)
-            if verdict.failure and not suspected:
-                suspected = True
-            elif not verdict.not_checked or verdict.is_final:
-                return verdict
-        return verdict
+            verdict = await self._compare(job, since=self._clock() - FRESH_S)
+            if not verdict.not_checked or verdict.is_final:
+                break
+        if not verdict.failure:
+            return verdict
+        await asyncio.sleep(AGAIN_S)
+        return await self._compare(job, since=self._clock())
 
-    async def _check(self, job: str, *, again: bool) -> LinkVerdict:
+    async def _compare(self, job: str, *, since: float) -> LinkVerdict:
+        """Judge by what this node has measured at `since` or later."""
         host = self._hosts().get(job)
         membership = None if host is None else host.engine.membership
         member = None if membership is None else membership.member_on(self._node)
         if membership is None or member is None:
             return LinkVerdict(not_checked="the job has no member on this node yet")
-        if len(membership.members) < MEMBERS_MIN:
+        if len(membership.members) < CHECKED_MEMBERS_MIN:
             few = format_count(len(membership.members), "node")
             return LinkVerdict(
                 not_checked=f"a job of {few} has too few links to compare", is_final=True
             )
-        known = self._rounds.get(job)
-        old = known is None or self._clock() - known.at > FRESH_S
-        if again or old or self.measured(job, membership.epoch).number == 0:
-            await self._measure(job)
+        await self._measure(job, since=since)
         own = self.measured(job, membership.epoch).rates
         others = await asyncio.gather(
             *(
@@ -184,37 +196,43 @@ class LinkMonitor:
             return ()
         return tuple(rate for rate in found.rates if membership.has(rate.peer))
 
-    async def _measure(self, job: str) -> None:
-        """Measure the links of a job, unless it has too few, or none."""
+    async def _measure(self, job: str, *, since: float) -> None:
+        """Measure the links of a job, unless it has too few, or somebody else has begun to at
+        `since` or later."""
         async with self._lock:
             host = self._hosts().get(job)
             membership = None if host is None else host.engine.membership
             member = None if membership is None else membership.member_on(self._node)
             if membership is None or member is None or len(membership.members) < MEMBERS_MIN:
                 return
+            before, began = self._rounds.get(job), self._clock()
+            if before and before.epoch == membership.epoch and before.at >= since:
+                return
             rates = await asyncio.to_thread(measure_links, self._client, membership, member)
-            before = self._rounds.get(job)
             number = 1 if before is None else before.links.number + 1
             links = MeasuredLinks(number=number, rates=rates)
-            self._rounds[job] = _Round(epoch=membership.epoch, at=self._clock(), links=links)
+            self._rounds[job] = _Round(epoch=membership.epoch, at=began, links=links)
 
 
 def _verdict(
     membership: Membership, member: int, own: tuple[LinkRate, ...], others: list[LinkRate]
 ) -> LinkVerdict:
+    """Judge by `own` measurements, which are new. What others say of this node may be a minute old,
+    and from before its daemon listened."""
     elsewhere = [rate for rate in others if member not in (rate.member, rate.peer)]
     if not own:
         return LinkVerdict(not_checked="no other daemon of the job can be asked yet")
-    if len(elsewhere) < OTHERS_MIN:
+    if len({frozenset((rate.member, rate.peer)) for rate in elsewhere}) < CHECKED_LINKS_MIN:
         return LinkVerdict(not_checked="too few links between other nodes have been measured yet")
     nodes = {each.index: each.node for each in membership.members}
-    mine = [slow for slow in slow_links([*own, *others], REFUSED_FACTOR) if member in slow.members]
-    named = [slow for slow in mine if len(slow.members) == 1]
-    single = [slow for slow in mine if len(slow.members) > 1]
+    slow = slow_links([*own, *elsewhere], REFUSED_FACTOR)
+    mine = [each for each in slow if member in each.members]
+    named = [each for each in mine if len(each.members) == 1]
+    single = [each for each in mine if len(each.members) > 1]
     slowest = min(rate.bytes_s for rate in own)
     return LinkVerdict(
         failure=slow_links_in_words(named[0], nodes) if named else "",
-        notice="; ".join(slow_links_in_words(slow, nodes) for slow in single),
+        notice="; ".join(slow_links_in_words(each, nodes) for each in single),
         found=f"{format_count(len(own), 'link')} reach {format_rate(slowest)} or more",
     )
 
@@ -260,7 +278,7 @@ def measure_link(
     except _WrongBytesError:
         return 0.0, LinkProblem.WRONG_BYTES
     except HoldfastError:
-        return None
+        return (best, LinkProblem.NONE) if best else None
     return best, LinkProblem.NONE
 
 
@@ -269,14 +287,13 @@ class _WrongBytesError(Exception):
 
 
 def _read(stream: BulkStream, nbytes: int) -> float:
-    """Bytes per second of a probe, which is read to its end or for `PROBE_S`."""
-    expected, part = memoryview(probe_bytes()), memoryview(bytearray(PART_BYTES))
-    began, got, took_s = time.perf_counter(), 0, 0.0
+    """Bytes per second of a probe, which is read to its end or for `PROBE_S`. They are compared
+    after that, because what a processor does takes longer than a fast link."""
+    data, got, took_s = bytearray(nbytes), 0, 0.0
+    began = time.perf_counter()
     while got < nbytes and took_s < PROBE_S:
-        view = part[: min(len(part), nbytes - got)]
-        stream.read_into(view)
+        got += stream.read_some(memoryview(data)[got:])
         took_s = time.perf_counter() - began
-        if view != expected[got : got + len(view)]:
-            raise _WrongBytesError
-        got += len(view)
+    if data[:got] != probe_bytes()[:got]:
+        raise _WrongBytesError
     return got / max(took_s, 1e-9)
