@@ -43,6 +43,9 @@ REPORTED_FACTOR = 4.0
 """How much slower those of a node are that is reported."""
 ROUNDS = 3
 """Rounds in a row in which a node's links are slow until it is named, and fast until it is not."""
+NEW_SHARE = 0.9
+"""Share of the members whose measurements are new in a round: one daemon that restarts, or is of an
+earlier release, must not keep the others from being judged."""
 RATE_BYTES_S_MAX = 1e13
 """What is faster is no measurement."""
 
@@ -268,7 +271,7 @@ class LinkWatch(Struct, frozen=True, kw_only=True):
         return tuple(sorted(named, key=lambda slow: (len(slow.members), slow.members)))
 
     def see(self, epoch: int, links: Mapping[int, MeasuredLinks]) -> LinkWatch:
-        """Judge a round, if all members have new measurements.
+        """Judge a round, if nearly all members have new measurements: all, of fewer than ten.
 
         Args:
             links: member → its newest measurements, of all members. One that has none yet has the
@@ -277,12 +280,17 @@ class LinkWatch(Struct, frozen=True, kw_only=True):
         numbers = {member: each.number for member, each in links.items()}
         if epoch != self.epoch:
             return LinkWatch(epoch=epoch, numbers=numbers)
-        if any(not each or each == self.numbers.get(member) for member, each in numbers.items()):
+        new = {
+            member: number
+            for member, number in numbers.items()
+            if number and number != self.numbers.get(member)
+        }
+        if len(new) < NEW_SHARE * len(numbers):
             return self
         rates = [
             rate
-            for member, each in links.items()
-            for rate in links_of(each, member).rates
+            for member in new
+            for rate in links_of(links[member], member).rates
             if rate.peer in links
         ]
         slow = {each.members: each for each in slow_links(rates, REPORTED_FACTOR)}
@@ -291,7 +299,7 @@ class LinkWatch(Struct, frozen=True, kw_only=True):
             for members in {*slow, *self.records}
             if (after := self._findings(members).after(slow.get(members), ROUNDS)).rounds
         }
-        return replace(self, numbers=numbers, records=records)
+        return replace(self, numbers={**self.numbers, **new}, records=records)
 
     def _findings(self, members: tuple[int, ...]) -> Findings[SlowLinks]:
         return self.records.get(members, Findings[SlowLinks]())

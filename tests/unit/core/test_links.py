@@ -163,6 +163,23 @@ def test_the_usual_rate_is_the_median_without_ones_own(
     assert _usual(sorted(all_rates), rates[:own]) == median_low(all_rates[own:])
 
 
+def test_one_daemon_of_many_that_measures_nothing_keeps_nobody_from_being_judged() -> None:
+    rounds, slow = Rounds(20), of_node(4, 20, 1e6)
+    rounds.see()
+    before = rounds.number
+    for _ in range(ROUNDS):
+        rounds.number += 1
+        links = {
+            member: MeasuredLinks(
+                number=before if member == 9 else rounds.number,
+                rates=tuple(r for r in measured(20, slow) if r.member == member),
+            )
+            for member in range(20)
+        }
+        rounds.watch = rounds.watch.see(3, links)
+    assert [each.members for each in rounds.watch.slow] == [(4,)]
+
+
 def test_slow_links_are_told_with_the_nodes() -> None:
     nodes = {0: "n0", 1: "n1", 2: "n2"}
     slow = SlowLinks(members=(2,), peers=(0, 1), bytes_s=12e6, usual_bytes_s=1.1e9)
@@ -182,10 +199,10 @@ def test_slow_links_are_told_with_the_nodes() -> None:
 
 
 class Rounds:
-    """A watch, and rounds of measurements of five nodes."""
+    """A watch, and rounds of measurements of a few nodes."""
 
-    def __init__(self) -> None:
-        self.watch, self.number = LinkWatch(), 0
+    def __init__(self, nodes: int = 5) -> None:
+        self.watch, self.number, self.nodes = LinkWatch(), 0, nodes
 
     def see(
         self, changed: Links | None = None, *, late: int | None = None
@@ -194,9 +211,9 @@ class Rounds:
         links = {
             member: MeasuredLinks(
                 number=self.number - (member == late),
-                rates=tuple(r for r in measured(5, changed) if r.member == member),
+                rates=tuple(r for r in measured(self.nodes, changed) if r.member == member),
             )
-            for member in range(5)
+            for member in range(self.nodes)
         }
         self.watch = self.watch.see(3, links)
         return [each.members for each in self.watch.slow]
