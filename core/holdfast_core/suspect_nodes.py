@@ -48,11 +48,21 @@ _OF_SCRIPTS = frozenset(
 class SuspectPolicy(StrEnum):
     """What the operator does to a suspect node."""
 
-    OFF = "Off"
+    NONE = "None"
     TAINT = "Taint"
     """Add a taint. Pods of Holdfast tolerate it, and take the node if there is no better one."""
     CORDON = "Cordon"
     """Let nothing be scheduled there."""
+
+
+class Mark(StrEnum):
+    """What the annotation of a node says: which policy has closed it, or that it is open again."""
+
+    NONE = "None"
+    TAINT = "Taint"
+    CORDON = "Cordon"
+    OPENED = "Opened"
+    """Somebody has taken back what a policy did. Who closes the node after that is not Holdfast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +70,9 @@ class NodeState:
     """How a node is now."""
 
     name: str
-    marked: SuspectPolicy = SuspectPolicy.OFF
-    """What the operator has done to it, as its annotation says."""
+    marked: Mark = Mark.NONE
+    intact: bool = False
+    """Whether it still has the taint or the cordon that its mark says."""
     closed: bool = False
     """Whether it takes no new pods, whoever closed it, or whatever is wrong with it."""
 
@@ -73,6 +84,8 @@ class SuspectPlan:
     close: tuple[str, ...] = ()
     open: tuple[str, ...] = ()
     """Nodes that Holdfast has closed, and that are suspect no more."""
+    opened: tuple[str, ...] = ()
+    """Nodes that Holdfast has closed, and somebody else has opened since."""
     left: tuple[str, ...] = ()
     """Suspect nodes that stay open because too many are closed."""
 
@@ -104,26 +117,41 @@ def plan(
 ) -> SuspectPlan:
     """What to do to `nodes`, all of those that train, given what speaks against them.
 
-    A node that somebody else has closed is left alone, and so is one that somebody has opened
-    although its annotation is still there. All closed nodes count towards the limit. What is closed
+    A node that somebody else has closed is left alone, and so is one that somebody has opened, for
+    as long as its annotation is there. All closed nodes count towards the limit. What is closed
     already is never opened because of it.
     """
     states = sorted(nodes, key=lambda node: node.name)
+    to_open = [
+        node.name
+        for node in states
+        if node.marked is not Mark.NONE
+        and (
+            suspected.get(node.name, CLEAN).score < OPEN_BELOW
+            or node.marked not in (Mark.OPENED, Mark(policy))
+        )
+    ]
     opened = [
         node.name
         for node in states
-        if node.marked is not SuspectPolicy.OFF
-        and (suspected.get(node.name, CLEAN).score < OPEN_BELOW or node.marked is not policy)
+        if node.marked not in (Mark.NONE, Mark.OPENED)
+        and not node.intact
+        and node.name not in to_open
     ]
     bad = [
         node.name
         for node in states
-        if node.marked is SuspectPolicy.OFF and not node.closed and _is_bad(suspected, node.name)
+        if node.marked is Mark.NONE and not node.closed and _is_bad(suspected, node.name)
     ]
     bad.sort(key=lambda name: (-suspected[name].score, name))
-    closed = sum(node.closed and node.name not in opened for node in states)
-    room = max(0, closed_max(len(states)) - closed) if policy is not SuspectPolicy.OFF else 0
-    return SuspectPlan(close=tuple(bad[:room]), open=tuple(opened), left=tuple(bad[room:]))
+    closed = sum(node.closed and node.name not in to_open for node in states)
+    room = max(0, closed_max(len(states)) - closed) if policy is not SuspectPolicy.NONE else 0
+    return SuspectPlan(
+        close=tuple(bad[:room]),
+        open=tuple(to_open),
+        opened=tuple(opened),
+        left=tuple(bad[room:]),
+    )
 
 
 def _is_bad(suspected: Mapping[str, Rating], name: str) -> bool:

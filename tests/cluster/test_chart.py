@@ -337,7 +337,7 @@ def _locations(pod: Document) -> list[StorageLocation]:
         ),
         ({"daemon": {"user": 0}}, "'/daemon/user': minimum"),
         ({"daemon": {"auth": "token"}}, "must be one of 'token-review', 'none'"),
-        ({"operator": {"suspectNodes": "Drain"}}, "must be one of 'Off', 'Taint', 'Cordon'"),
+        ({"operator": {"suspectNodes": "Drain"}}, "must be one of 'None', 'Taint', 'Cordon'"),
         (
             {"operator": {"suspectNodes": "Taint", "nodeRecord": {"enabled": False}}},
             "operator.suspectNodes needs the record of nodes",

@@ -183,9 +183,9 @@ imagePullSecrets:
 {{/* Whether the operator closes suspect nodes: "true" or empty. */}}
 {{- define "holdfast.closesNodes" -}}
 {{- $operator := .Values.operator -}}
-{{- if ne $operator.suspectNodes "Off" -}}
+{{- if ne $operator.suspectNodes "None" -}}
 {{- if not $operator.nodeRecord.enabled -}}
-{{- fail "operator.suspectNodes needs the record of nodes: set operator.nodeRecord.enabled, or Off" -}}
+{{- fail "operator.suspectNodes needs the record of nodes: set operator.nodeRecord.enabled, or None" -}}
 {{- end -}}
 true
 {{- end -}}

@@ -28,15 +28,15 @@ from holdfast_core.node_failures import (
     excused,
     ratings,
 )
-from holdfast_core.suspect_nodes import SuspectPolicy
+from holdfast_core.suspect_nodes import Mark
 from holdfast_operator.kube.client.resources import CONFIG_MAPS, NODES
 
 if TYPE_CHECKING:
     from holdfast_operator.kube.client.api import Api
 
-CLOSED: Mapping[SuspectPolicy, str] = {
-    SuspectPolicy.TAINT: "tainted",
-    SuspectPolicy.CORDON: "cordoned",
+CLOSED: Mapping[Mark, str] = {
+    Mark.TAINT: "tainted",
+    Mark.CORDON: "cordoned",
 }
 """What the operator has done to a node, in words."""
 SHOWN = 3
@@ -124,8 +124,8 @@ async def _closed(api: Api, options: argparse.Namespace) -> dict[str, str]:
     try:
         async for page in pages(api, NODES):
             for node in map(read_node, page["items"]):
-                if node.marked is not SuspectPolicy.OFF:
-                    found[node.name] = CLOSED[node.marked] if node.closed else "opened by hand"
+                if node.marked is not Mark.NONE:
+                    found[node.name] = CLOSED[node.marked] if node.intact else "opened by hand"
     except ApiError as error:
         if not error.is_final:
             raise

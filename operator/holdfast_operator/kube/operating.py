@@ -222,8 +222,6 @@ class OperatorReplica:
             if self._node_record is not None:
                 work.append(self._node_record.run())
                 self._metrics.follow("nodes_failed", self._node_record.failed_nodes)
-            if (suspects := self._suspect_nodes()) is not None:
-                work.append(suspects.run())
             tasks = [asyncio.create_task(each) for each in work]
             stack.callback(lambda: [task.cancel() for task in tasks])
             for kind, watch in self._watches.items():
@@ -235,6 +233,8 @@ class OperatorReplica:
                         await watch.synced.wait()
             self._fleet.begin(self._world())
             tasks.append(asyncio.create_task(self._fleet.run()))
+            if (suspects := self._suspect_nodes()) is not None:
+                tasks.append(asyncio.create_task(suspects.run()))
             stack.push_async_callback(self._recorder.flush, LAST_EVENTS_S)
             carrying = carry_jobs(
                 self._api, self._fleet, namespaces=options.watch_namespaces, begun=self._begun
@@ -299,7 +299,7 @@ class OperatorReplica:
 
     def _suspect_nodes(self) -> SuspectNodes | None:
         """What is done to nodes that fail again and again; None when nothing is."""
-        if self._node_record is None or self._options.suspect_nodes is SuspectPolicy.OFF:
+        if self._node_record is None or self._options.suspect_nodes is SuspectPolicy.NONE:
             return None
         return SuspectNodes(
             self._api,

@@ -135,7 +135,7 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         if not value:
             variable = "POD_NAME" if flag == "--identity" else "POD_IP"
             parser.error(f"{flag} is missing: give it, or set {variable}")
-    if found.suspect_nodes is not SuspectPolicy.OFF and not found.node_record:
+    if found.suspect_nodes is not SuspectPolicy.NONE and not found.node_record:
         parser.error("--suspect-nodes needs the failures of nodes: give --node-record as well")
     found.notice = tuple(found.notice)
     found.watch_namespaces = tuple(sorted({name for name in found.watch_namespaces if name}))
@@ -191,7 +191,7 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
     add(
         "--suspect-nodes",
         type=SuspectPolicy,
-        default=SuspectPolicy.OFF,
+        default=SuspectPolicy.NONE,
         choices=list(SuspectPolicy),
         help="whether to taint or cordon nodes that fail again and again, at most one in ten, "
         "until their failures have faded; needs --node-record (default: %(default)s)",

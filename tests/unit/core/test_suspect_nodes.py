@@ -10,6 +10,7 @@ from holdfast_core.node_failures import HALF_LIFE_S, FailureKind, NodeFailure, R
 from holdfast_core.suspect_nodes import (
     OPEN_BELOW,
     SUSPECT_SCORE,
+    Mark,
     NodeState,
     SuspectPlan,
     SuspectPolicy,
@@ -19,7 +20,12 @@ from holdfast_core.suspect_nodes import (
 )
 
 NOW = 1.7e9
-OFF, TAINT, CORDON = SuspectPolicy.OFF, SuspectPolicy.TAINT, SuspectPolicy.CORDON
+NONE, TAINT, CORDON = SuspectPolicy.NONE, SuspectPolicy.TAINT, SuspectPolicy.CORDON
+
+
+def closed(name: str, mark: Mark = Mark.TAINT) -> NodeState:
+    """A node that Holdfast has closed."""
+    return NodeState(name=name, marked=mark, intact=True, closed=True)
 
 
 def failures(
@@ -51,7 +57,7 @@ def test_three_failures_of_two_jobs_close_a_node_until_they_have_faded() -> None
     record = {"n1": failures("a", "a", "b")}
     rated = suspicions(record, now=NOW, half_life_s=HALF_LIFE_S)
     assert plan(nodes(3), rated, TAINT) == SuspectPlan(close=("n1",))
-    marked = nodes(3, NodeState(name="n1", marked=TAINT, closed=True))
+    marked = nodes(3, closed("n1"))
     for half_lives, opened in ((0.0, ()), (1.0, ()), (2.0, ()), (3.0, ("n1",))):
         later = NOW + half_lives * HALF_LIFE_S
         rated = suspicions(record, now=later, half_life_s=HALF_LIFE_S)
@@ -86,24 +92,27 @@ def test_only_a_share_of_the_nodes_is_closed_and_the_worst_come_first() -> None:
     # Those that others have closed count, too, and what is closed stays closed.
     others = nodes(25, NodeState(name="n7", closed=True), NodeState(name="n8", closed=True))
     assert plan(others, suspects, TAINT) == SuspectPlan(left=("n3", "n1", "n2"))
-    ours = [NodeState(name=f"n{n}", marked=TAINT, closed=True) for n in (1, 2, 3)]
+    ours = [closed(f"n{n}") for n in (1, 2, 3)]
     assert plan(nodes(5, *ours), suspects, TAINT) == SuspectPlan()
 
 
 def test_what_somebody_else_has_closed_or_opened_stays_so() -> None:
     cordoned = NodeState(name="n1", closed=True)
-    opened = NodeState(name="n2", marked=TAINT, closed=False)
+    opened = NodeState(name="n2", marked=Mark.TAINT)
     states = nodes(30, cordoned, opened)
-    assert plan(states, bad("n1", "n2"), TAINT) == SuspectPlan()
+    assert plan(states, bad("n1", "n2"), TAINT) == SuspectPlan(opened=("n2",))
+    # Whoever closes it after that: it is not Holdfast.
+    noted = NodeState(name="n2", marked=Mark.OPENED, closed=True)
+    assert plan(nodes(30, noted), bad("n2"), TAINT) == SuspectPlan()
     # Without failures, the annotation goes, and what others have closed is not opened.
     assert plan(states, {}, TAINT) == SuspectPlan(open=("n2",))
 
 
 def test_another_policy_takes_back_what_the_earlier_one_did() -> None:
-    ours = NodeState(name="n1", marked=TAINT, closed=True)
+    ours = closed("n1")
     assert plan(nodes(5, ours), bad("n1"), CORDON) == SuspectPlan(open=("n1",))
     assert plan(nodes(5), bad("n1"), CORDON) == SuspectPlan(close=("n1",))
-    assert plan(nodes(5, ours), bad("n1"), OFF) == SuspectPlan(open=("n1",), left=())
+    assert plan(nodes(5, ours), bad("n1"), NONE) == SuspectPlan(open=("n1",), left=())
 
 
 @given(
@@ -111,7 +120,8 @@ def test_another_policy_takes_back_what_the_earlier_one_did() -> None:
         st.builds(
             NodeState,
             name=st.integers(0, 40).map(str),
-            marked=st.sampled_from(SuspectPolicy),
+            marked=st.sampled_from(Mark),
+            intact=st.booleans(),
             closed=st.booleans(),
         ),
         unique_by=lambda state: state.name,
@@ -129,11 +139,12 @@ def test_plans_keep_the_limit_and_touch_nothing_else(
     found = plan(states, rated, policy)
     assert not set(found.close) & set(found.open)
     for name in found.close:
-        assert by_name[name].marked is OFF and not by_name[name].closed
-        assert rated[name].score >= SUSPECT_SCORE and policy is not OFF
+        assert by_name[name].marked is Mark.NONE and not by_name[name].closed
+        assert rated[name].score >= SUSPECT_SCORE and policy is not NONE
     for name in found.open:
-        assert by_name[name].marked is not OFF
-        assert by_name[name].marked is not policy or rated.get(name, Rating()).score < OPEN_BELOW
-    closed = {state.name for state in states if state.closed} - set(found.open)
+        assert by_name[name].marked is not Mark.NONE
+        assert by_name[name].marked.value != policy.value or rated.get(name, Rating()).score < OPEN_BELOW
+    assert not set(found.opened) & {*found.close, *found.open}
+    kept = {state.name for state in states if state.closed} - set(found.open)
     if found.close:
-        assert len(closed) + len(found.close) <= closed_max(len(states))
+        assert len(kept) + len(found.close) <= closed_max(len(states))

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.node_failures import CLEAN, Rating, with_problem
-from holdfast_core.suspect_nodes import SuspectPolicy
+from holdfast_core.suspect_nodes import Mark
 from holdfast_operator.kube.client.amounts import Amounts, amount, amounts, lacking
 from holdfast_operator.kube.client.api import Object
 from holdfast_operator.kube.client.resources import SUSPECT, TOLERATION
@@ -50,15 +50,25 @@ class KubeNode:
     """Reason why the node will be taken away soon; empty when none was announced."""
     problem: str = ""
     """What its conditions say is wrong with it, in words; empty when nothing is."""
-    marked: SuspectPolicy = SuspectPolicy.OFF
+    marked: Mark = Mark.NONE
     """What Holdfast has done to it because it fails again and again, as its annotation says."""
     uid: str = ""
 
     @property
     def closed(self) -> bool:
         """Whether it takes no new pods of most jobs, for whatever reason."""
-        suspect = any(taint.key == SUSPECT for taint in self.taints)
-        return self.cordoned or suspect or not self.ready or self.out_of_service
+        return self.cordoned or self.suspect or not self.ready or self.out_of_service
+
+    @property
+    def intact(self) -> bool:
+        """Whether it still has the taint or the cordon that its mark says."""
+        is_tainted = self.marked is Mark.TAINT and self.suspect
+        return is_tainted or (self.marked is Mark.CORDON and self.cordoned)
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it has the taint of suspect nodes."""
+        return any(taint.key == SUSPECT for taint in self.taints)
 
     @cached_property
     def out_of_service(self) -> bool:
@@ -102,12 +112,12 @@ def read_node(raw: Object, notices: Collection[str] = NOTICES) -> KubeNode:
     )
 
 
-def marked_in(metadata: Object) -> SuspectPolicy:
+def marked_in(metadata: Object) -> Mark:
     """What Holdfast has done to a node because it fails again and again."""
     try:
-        return SuspectPolicy((metadata.get("annotations") or {}).get(SUSPECT, SuspectPolicy.OFF))
+        return Mark((metadata.get("annotations") or {}).get(SUSPECT, Mark.NONE))
     except ValueError:  # somebody else's annotation
-        return SuspectPolicy.OFF
+        return Mark.NONE
 
 
 def wants_of(job: MoETrainingJob) -> Wants:

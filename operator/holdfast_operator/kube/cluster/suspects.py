@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from holdfast_core.node_failures import CLEAN, Rating
-from holdfast_core.suspect_nodes import NodeState, SuspectPlan, SuspectPolicy, closed_max, plan
+from holdfast_core.suspect_nodes import Mark, NodeState, SuspectPlan, SuspectPolicy, closed_max, plan
 from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, KubeApi, Object
 from holdfast_operator.kube.client.resources import NODES, SUSPECT
 from holdfast_operator.kube.cluster.node_record import NodeRecord
-from holdfast_operator.kube.cluster.nodes import KubeNode, marked_in
+from holdfast_operator.kube.cluster.nodes import KubeNode, marked_in, read_node
 from holdfast_operator.reconciler.observe.views import Event
 
 _log = logging.getLogger(__name__)
@@ -73,19 +73,23 @@ class SuspectNodes:
         nodes = {
             node.name: node
             for node in self._nodes()
-            if node.name in training or node.marked is not SuspectPolicy.OFF
+            if node.name in training or node.marked is not Mark.NONE
         }
         states = [
-            NodeState(name=node.name, marked=node.marked, closed=node.closed)
+            NodeState(
+                name=node.name, marked=node.marked, intact=node.intact, closed=node.closed
+            )
             for node in nodes.values()
         ]
         steps = plan(states, suspected, self._policy)
         self._tell_of_left(steps, nodes, suspected)
         problem = ""
-        for name in (*steps.open, *steps.close):
+        for name in (*steps.opened, *steps.open, *steps.close):
             rating = suspected.get(name, CLEAN)
             try:
-                if name in steps.open:
+                if name in steps.opened:
+                    await self._note_opened(name)
+                elif name in steps.open:
                     await self._open(nodes[name])
                 else:
                     await self._close(nodes[name], rating)
@@ -100,7 +104,7 @@ class SuspectNodes:
         body = await self._api.get(NODES, "", node.name)
         spec = body.get("spec") or {}
         taints: list[Any] = spec.get("taints") or []
-        if marked_in(body["metadata"]) is not SuspectPolicy.OFF or spec.get("unschedulable"):
+        if marked_in(body["metadata"]) is not Mark.NONE or spec.get("unschedulable"):
             return
         if self._policy is SuspectPolicy.CORDON:
             change: Object = {"unschedulable": True}
@@ -116,15 +120,23 @@ class SuspectNodes:
         taints: list[Any] = spec.get("taints") or []
         change: Object = {}
         match marked_in(body["metadata"]):
-            case SuspectPolicy.OFF:
+            case Mark.NONE:
                 return
-            case SuspectPolicy.CORDON:
+            case Mark.OPENED:
+                pass
+            case Mark.CORDON:
                 change = {"unschedulable": None}
-            case SuspectPolicy.TAINT:
+            case Mark.TAINT:
                 kept = [taint for taint in taints if taint.get("key") != SUSPECT]
                 change = {"taints": kept or None}
         await self._change(body, None, change)
         self._say(node, "NodeOpened", "its failures have faded, or are forgotten")
+
+    async def _note_opened(self, name: str) -> None:
+        """Write down that somebody has opened a node, so that a cordon after that is theirs."""
+        body = await self._api.get(NODES, "", name)
+        if not read_node(body).intact and marked_in(body["metadata"]) is not Mark.NONE:
+            await self._change(body, Mark.OPENED.value, {})
 
     async def _change(self, body: Object, mark: str | None, change: Object) -> None:
         """Change a node's spec and annotation, unless somebody has changed the node meanwhile."""
@@ -140,7 +152,7 @@ class SuspectNodes:
         self, steps: SuspectPlan, nodes: Mapping[str, KubeNode], suspected: Mapping[str, Rating]
     ) -> None:
         """Report each suspect node that stays open, when that begins."""
-        if self._policy is not SuspectPolicy.OFF:
+        if self._policy is not SuspectPolicy.NONE:
             for name in steps.left:
                 if name not in self._left:
                     limit = f"at most {closed_max(len(nodes))} of {len(nodes)} nodes may be closed"

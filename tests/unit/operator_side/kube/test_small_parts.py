@@ -44,7 +44,7 @@ def test_storage_locations_are_parsed_and_an_invalid_one_is_an_error(
 
 
 def test_suspect_nodes_need_their_record(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse(["--node-record", "r"], POD).suspect_nodes is SuspectPolicy.OFF
+    assert parse(["--node-record", "r"], POD).suspect_nodes is SuspectPolicy.NONE
     given = ["--suspect-nodes", "Cordon"]
     assert parse([*given, "--node-record", "r"], POD).suspect_nodes is SuspectPolicy.CORDON
     with pytest.raises(SystemExit):

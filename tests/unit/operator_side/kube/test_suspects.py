@@ -143,13 +143,28 @@ def test_a_node_that_a_person_has_opened_stays_open_until_it_is_suspect_anew() -
     desk.apply()
     desk.put("n2", {}, **{SUSPECT: "Taint"})
     desk.apply()
-    assert desk.node("n2") == (None, None, "Taint")
+    assert desk.node("n2") == (None, None, "Opened")
     desk.now += 5 * HALF_LIFE_S
     desk.apply()
     assert desk.node("n2") == (None, None, None)
     desk.fails("n2")
     desk.apply()
     assert desk.node("n2")[2] == "Taint"
+
+
+def test_the_cordon_of_a_person_who_had_opened_the_node_before_stays() -> None:
+    desk = Desk(CORDON)
+    desk.fails("n2")
+    desk.apply()
+    spec = desk.api.objects["nodes", "", "n2"]["spec"]
+    for unschedulable in (None, True):
+        spec["unschedulable"] = unschedulable
+        desk.apply()
+        spec = desk.api.objects["nodes", "", "n2"]["spec"]
+        assert desk.node("n2")[1:] == (unschedulable, "Opened")
+    desk.now += 5 * HALF_LIFE_S
+    desk.apply()
+    assert desk.node("n2")[1:] == (True, None)
 
 
 def test_one_of_four_nodes_is_closed_and_the_others_are_told_of_once() -> None:
