@@ -51,9 +51,12 @@ PERIOD_S = 60.0
 FIRST_S = 3.0
 """Time until the first round of an epoch."""
 TURN_S = 1.0
-PROBES = 2
+FEWEST_PROBES, MOST_PROBES = 2, 6
 """Probes of a link in a round, of which the fastest counts: the first one is slow, because TCP
 starts slowly, and any may meet other traffic."""
+PROBED_S = 0.1
+"""Time of all probes of a link after which those suffice that were made. A fast link needs a
+fraction of a millisecond for one, and a busy processor lets it wait for longer than that."""
 PROBE_S = 0.3
 """Time for which a probe is read at most: what has come until then shows the rate."""
 TIMEOUT_S = 1.0
@@ -265,9 +268,11 @@ def measure_link(
     """Bytes per second of the link to the daemon at `address`, or what is wrong with it. None if
     the daemon does not listen yet, or does not answer such a request: that says nothing about the
     link."""
-    best = 0.0
+    best, until = 0.0, time.perf_counter() + PROBED_S
     try:
-        for _ in range(PROBES):
+        for number in range(MOST_PROBES):
+            if number >= FEWEST_PROBES and time.perf_counter() > until:
+                break
             with client.open(address, request) as stream:
                 best = max(best, _read(stream, request.nbytes))
     except UnreachableError as error:

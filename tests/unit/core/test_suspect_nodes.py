@@ -143,7 +143,10 @@ def test_plans_keep_the_limit_and_touch_nothing_else(
         assert rated[name].score >= SUSPECT_SCORE and policy is not NONE
     for name in found.open:
         assert by_name[name].marked is not Mark.NONE
-        assert by_name[name].marked.value != policy.value or rated.get(name, Rating()).score < OPEN_BELOW
+        assert (
+            by_name[name].marked.value != policy.value
+            or rated.get(name, Rating()).score < OPEN_BELOW
+        )
     assert not set(found.opened) & {*found.close, *found.open}
     kept = {state.name for state in states if state.closed} - set(found.open)
     if found.close:

@@ -14,7 +14,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from holdfast_core.node_failures import CLEAN, Rating
-from holdfast_core.suspect_nodes import Mark, NodeState, SuspectPlan, SuspectPolicy, closed_max, plan
+from holdfast_core.suspect_nodes import (
+    Mark,
+    NodeState,
+    SuspectPlan,
+    SuspectPolicy,
+    closed_max,
+    plan,
+)
 from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, KubeApi, Object
 from holdfast_operator.kube.client.resources import NODES, SUSPECT
 from holdfast_operator.kube.cluster.node_record import NodeRecord
@@ -76,9 +83,7 @@ class SuspectNodes:
             if node.name in training or node.marked is not Mark.NONE
         }
         states = [
-            NodeState(
-                name=node.name, marked=node.marked, intact=node.intact, closed=node.closed
-            )
+            NodeState(name=node.name, marked=node.marked, intact=node.intact, closed=node.closed)
             for node in nodes.values()
         ]
         steps = plan(states, suspected, self._policy)

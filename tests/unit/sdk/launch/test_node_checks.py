@@ -281,7 +281,7 @@ def test_devices_that_sum_rightly_pass() -> None:
         ),
         pytest.param("os._exit(1)", "ended with 1", NotCheckedError, marks=EXHAUSTIVE),
         pytest.param(
-            "signal.pause()", "did not end within 5 s", CheckFailedError, marks=EXHAUSTIVE
+            "signal.pause()", "did not end within 30 s", CheckFailedError, marks=EXHAUSTIVE
         ),
     ],
 )
@@ -303,7 +303,7 @@ def test_a_fault_in_a_sum_is_found_and_an_error_proves_nothing(
         "sys.meta_path.insert(0, Planting())\n"
     )
     with pytest.raises(error, match=words):
-        all_reduce("gloo", 2, 60.0, 5.0)
+        all_reduce("gloo", 2, 60.0, 30.0)
 
 
 def test_processes_that_do_not_begin_in_time_prove_nothing(plant: Plant) -> None:
@@ -315,8 +315,8 @@ def test_processes_that_do_not_begin_in_time_prove_nothing(plant: Plant) -> None
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_time_that_processes_take_to_begin_is_no_part_of_the_sum(plant: Plant) -> None:
-    plant("import sys, time\nif '--multiprocessing-fork' in sys.argv:\n    time.sleep(7.0)\n")
-    assert all_reduce("gloo", 2, 90.0, 6.0) == "2 devices gave the known sum"
+    plant("import sys, time\nif '--multiprocessing-fork' in sys.argv:\n    time.sleep(31.0)\n")
+    assert all_reduce("gloo", 2, 120.0, 30.0) == "2 devices gave the known sum"
 
 
 # --- links to other nodes -------------------------------------------------------------------------
