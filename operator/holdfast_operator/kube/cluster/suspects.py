@@ -124,7 +124,8 @@ class SuspectNodes:
         spec = body.get("spec") or {}
         taints: list[Any] = spec.get("taints") or []
         change: Object = {}
-        match marked_in(body["metadata"]):
+        mark = marked_in(body["metadata"])
+        match mark:
             case Mark.NONE:
                 return
             case Mark.OPENED:
@@ -135,7 +136,8 @@ class SuspectNodes:
                 kept = [taint for taint in taints if taint.get("key") != SUSPECT]
                 change = {"taints": kept or None}
         await self._change(body, None, change)
-        self._say(node, "NodeOpened", "its failures have faded, or are forgotten")
+        if mark is not Mark.OPENED:
+            self._say(node, "NodeOpened", "its failures have faded, or are forgotten")
 
     async def _note_opened(self, name: str) -> None:
         """Write down that somebody has opened a node, so that a cordon after that is theirs."""

@@ -165,6 +165,7 @@ def test_the_cordon_of_a_person_who_had_opened_the_node_before_stays() -> None:
     desk.now += 5 * HALF_LIFE_S
     desk.apply()
     assert desk.node("n2")[1:] == (True, None)
+    assert desk.reasons() == [("n2", "NodeSuspected")]
 
 
 def test_one_of_four_nodes_is_closed_and_the_others_are_told_of_once() -> None:
