@@ -39,6 +39,9 @@ share a host would refuse the third."""
 REFUSED_FACTOR = 10.0
 """How much slower the links of a node are that must not take part. Limits of all checks are a tenth
 of what is usual, because a node that is refused wrongly costs more than a slow one."""
+REFUSED_BYTES_S = 2e8
+"""A node with faster links is not refused, however fast others are: a probe then takes so short
+that processors which are busy could be the cause."""
 REPORTED_FACTOR = 4.0
 """How much slower those of a node are that is reported."""
 ROUNDS = 3

@@ -24,6 +24,7 @@ from holdfast_core.links import (
     CHECKED_LINKS_MIN,
     CHECKED_MEMBERS_MIN,
     MEMBERS_MIN,
+    REFUSED_BYTES_S,
     REFUSED_FACTOR,
     LinkProblem,
     LinkRate,
@@ -230,12 +231,12 @@ def _verdict(
     nodes = {each.index: each.node for each in membership.members}
     slow = slow_links([*own, *elsewhere], REFUSED_FACTOR)
     mine = [each for each in slow if member in each.members]
-    named = [each for each in mine if len(each.members) == 1]
-    single = [each for each in mine if len(each.members) > 1]
+    refused = [each for each in mine if len(each.members) == 1 and each.bytes_s < REFUSED_BYTES_S]
+    noticed = [each for each in mine if each not in refused]
     slowest = min(rate.bytes_s for rate in own)
     return LinkVerdict(
-        failure=slow_links_in_words(named[0], nodes) if named else "",
-        notice="; ".join(slow_links_in_words(each, nodes) for each in single),
+        failure=slow_links_in_words(refused[0], nodes) if refused else "",
+        notice="; ".join(slow_links_in_words(each, nodes) for each in noticed),
         found=f"{format_count(len(own), 'link')} reach {format_rate(slowest)} or more",
     )
 

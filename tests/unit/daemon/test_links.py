@@ -269,9 +269,15 @@ class Rounds:
     those of others from their round `late` on."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, rates: list[float], *, late: int = 0
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        rates: list[float],
+        *,
+        late: int = 0,
+        usual: float = 1e9,
     ) -> None:
         self.rates, self.late, self.measured = rates, late, 0
+        self.usual = usual
         monkeypatch.setattr(links, "TURN_S", 0.0)
         monkeypatch.setattr(links, "AGAIN_S", 0.0)
         monkeypatch.setattr(links, "measure_links", self._measure)
@@ -283,7 +289,9 @@ class Rounds:
 
     def fetch(self, member: Member, job: str, epoch: int) -> MeasuredLinks:
         self.late -= 1
-        return MeasuredLinks(number=1, rates=() if self.late >= 0 else _rates(member.index, 1e9))
+        return MeasuredLinks(
+            number=1, rates=() if self.late >= 0 else _rates(member.index, self.usual)
+        )
 
 
 def _rates(member: int, bytes_s: float) -> tuple[LinkRate, ...]:
@@ -300,6 +308,14 @@ def test_what_is_slow_once_refuses_nobody_although_others_measured_late(
         assert (verdict.failure, verdict.not_checked, rounds.measured) == ("", "", 2)
         slow = Rounds(monkeypatch, [1e6], late=late)
         assert asyncio.run(_monitor(peers, slow).check(JOB)).failure and slow.measured == 2
+
+
+def test_links_that_a_busy_processor_could_slow_are_noticed_only(
+    peers: list[Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = Rounds(monkeypatch, [3e8], usual=1e10)
+    verdict = asyncio.run(_monitor(peers, rounds).check(JOB))
+    assert verdict.failure == "" and verdict.notice.startswith("links of n0 to n1, n2, n3 reach")
 
 
 def test_who_asks_all_the_time_has_nothing_measured_anew(
