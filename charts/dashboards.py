@@ -53,6 +53,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Stragglers": (
         "holdfast_operator_job_stragglers",
+        "holdfast_operator_job_slow_links",
         "holdfast_step_own_seconds",
         "holdfast_step_wait_seconds",
     ),

@@ -125,6 +125,8 @@ class Rating(NamedTuple):
     """Weight of its failures now; 0 for a clean node."""
     text: str = ""
     """The same in words, such as `3 failures in 2 days`; empty for a clean node."""
+    failures: int = 0
+    """Number of failures that count."""
 
 
 CLEAN = Rating()
@@ -171,7 +173,7 @@ def ratings(record: Record, *, now: float, half_life_s: float) -> dict[str, Rati
         )
         if score >= CLEAN_BELOW:
             count = format_count(len(counted), "failure")
-            found[node] = Rating(score, f"{count} in {age_in_words(max(ages_s))}")
+            found[node] = Rating(score, f"{count} in {age_in_words(max(ages_s))}", len(counted))
     return found
 
 
@@ -193,7 +195,7 @@ def with_problem(rating: Rating, problem: str) -> Rating:
     if not problem:
         return rating
     text = f"{rating.text}, {problem}" if rating.text else problem
-    return Rating(rating.score + PROBLEM_SCORE, text)
+    return rating._replace(score=rating.score + PROBLEM_SCORE, text=text)
 
 
 class NodeMemory:
@@ -249,10 +251,13 @@ class NodeMemory:
     def ratings(self, now: float) -> Mapping[str, Rating]:
         """The same for all nodes that are not clean."""
         if not 0 <= now - self._rated_at < RATED_S:
-            record = self._with(self._stored, _pairs(self._pending), now)
-            self._ratings = ratings(record, now=now, half_life_s=self.half_life_s)
+            self._ratings = ratings(self.record(now), now=now, half_life_s=self.half_life_s)
             self._rated_at = now
         return self._ratings
+
+    def record(self, now: float) -> Record:
+        """All failures that are known."""
+        return self._with(self._stored, _pairs(self._pending), now)
 
     def _with(
         self, record: Record, failures: Iterable[tuple[str, NodeFailure]], now: float

@@ -25,6 +25,8 @@ from enum import StrEnum
 from msgspec import Struct
 from msgspec.structs import replace
 
+from holdfast_core.rounds import Findings
+
 WINDOW_STEPS = 10
 """Least number of calls of `save` in a window, each of which ends a step or several."""
 ROUNDS = 5
@@ -206,15 +208,6 @@ def _judged(rank: int, own: StepTimes, medians: Mapping[str, _Medians]) -> Strag
     return Straggler(rank=rank, own_s=own.own_s, peers_s=peers_s, step_s=step_s, cause=cause)
 
 
-class _Record(Struct, frozen=True, kw_only=True, gc=False):
-    """How one rank has done in the last rounds."""
-
-    rounds: int = 0
-    """Rounds in a row in which it was slow; while it is named, from `ROUNDS` down to 1."""
-    named: Straggler | None = None
-    """The rank as it was in the newest round in which it was slow, once it is named."""
-
-
 class StragglerWatch(Struct, frozen=True, kw_only=True):
     """What the rounds so far have shown of the ranks of one epoch. Times of an epoch before it
     prove nothing: a rank may be on another node."""
@@ -222,7 +215,7 @@ class StragglerWatch(Struct, frozen=True, kw_only=True):
     epoch: int = 0
     windows: Mapping[int, int] = {}
     """Rank → number of its window in the newest round."""
-    records: Mapping[int, _Record] = {}
+    records: Mapping[int, Findings[Straggler]] = {}
     """Ranks that were slow lately. One without times stays as it was."""
     blamed: frozenset[int] = frozenset()
     """Members whose nodes were blamed for a slow rank."""
@@ -244,7 +237,7 @@ class StragglerWatch(Struct, frozen=True, kw_only=True):
 
     def is_slow_now(self, rank: int) -> bool:
         """Whether `rank` is named, and was slow in the newest round as well."""
-        record = self.records.get(rank, _Record())
+        record = self.records.get(rank, Findings[Straggler]())
         return record.named is not None and record.rounds == ROUNDS and rank in self.windows
 
     def see(self, epoch: int, times: Mapping[int, StepTimes]) -> StragglerWatch:
@@ -262,7 +255,7 @@ class StragglerWatch(Struct, frozen=True, kw_only=True):
         slow = {each.rank: each for each in slow_ranks(times)}
         records = {rank: each for rank, each in self.records.items() if rank not in times}
         for rank in {*slow, *self.records} & times.keys():
-            after = _after_round(self.records.get(rank, _Record()), slow.get(rank))
+            after = self.records.get(rank, Findings[Straggler]()).after(slow.get(rank), ROUNDS)
             if after.rounds:
                 records[rank] = after
         return replace(self, windows=_numbers(times), records=records)
@@ -270,18 +263,6 @@ class StragglerWatch(Struct, frozen=True, kw_only=True):
 
 def _numbers(times: Mapping[int, StepTimes]) -> dict[int, int]:
     return {rank: each.window for rank, each in times.items()}
-
-
-def _after_round(before: _Record, slow: Straggler | None) -> _Record:
-    """The record of a rank after a round in which it was slow, or was not."""
-    if before.named is not None:
-        if slow is not None:
-            return _Record(rounds=ROUNDS, named=slow)
-        return replace(before, rounds=before.rounds - 1)
-    if slow is None:
-        return _Record()
-    rounds = before.rounds + 1
-    return _Record(rounds=rounds, named=slow if rounds >= ROUNDS else None)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -23,12 +23,14 @@ from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.job.scrub import ScrubPlan, ScrubSettings, TargetKind, targets_of
 from holdfast_daemon.job.worker import EffectWorker
 from holdfast_daemon.job_threads import JobThreads
+from holdfast_daemon.limits.window import Window
 from holdfast_daemon.logs import bind
 from holdfast_daemon.memory.job_storage import JobStorage
 from holdfast_daemon.memory.node_storage import NodeStorage
 from holdfast_daemon.metrics import DaemonMetrics
+from holdfast_daemon.net import links
 from holdfast_daemon.net.control import ControlClient
-from holdfast_daemon.net.peers import ManifestFetcher, PeerOutbox, PeerService
+from holdfast_daemon.net.peers import PeerOutbox, PeerReader, PeerService
 from holdfast_daemon.net.serving import clear_socket, serve_peers, serve_trainers
 from holdfast_daemon.observing import status
 from holdfast_daemon.observing.http import HttpServer
@@ -42,13 +44,17 @@ from holdfast_daemon.trainers.descriptors import DescriptorServer
 from holdfast_daemon.trainers.service import TrainerService
 from holdfast_daemon.trainers.waiting_agents import WaitingAgents
 from holdfast_daemon.transport.client import BulkClient
-from holdfast_daemon.transport.protocol import Kind, Located, Request
+from holdfast_daemon.transport.protocol import Kind, Located, Request, probe_bytes
 from holdfast_daemon.transport.server import BulkServer
 from holdfast_daemon.transport.tls import ConnectionFactory
 from holdfast_protos import codec, control_pb2
 from holdfast_protos.connections.identity_gauges import show_identity
+from holdfast_protos.links import links_to_proto
 
 BULK_TIMEOUT_S = 5.0
+PROBES_MAX = 600
+"""Probes of links that are answered in a minute: of 2 MiB each, far less than any link carries, and
+many more than other daemons need."""
 STOP_GRACE_S = 0.5
 JOBS_MAX = 256
 """Jobs at once: each ticks, sends reports and adds to every heartbeat."""
@@ -77,7 +83,15 @@ class Node:
         self._wiring = ConnectionFactory(settings.identity, settings.bulk)
         self._bulk = BulkServer(settings.host, settings.bulk_port, self, self._wiring)
         self._bulk_client = BulkClient(BULK_TIMEOUT_S, self._wiring)
-        self._fetcher = ManifestFetcher(settings.identity)
+        self._probes = Window("probes of links", PROBES_MAX, 60.0)
+        self._fetcher = PeerReader(settings.identity)
+        self._link_client = BulkClient(links.TIMEOUT_S, self._wiring)
+        self._links = links.LinkMonitor(
+            settings.node,
+            hosts=lambda: self.hosts,
+            client=self._link_client,
+            fetch=self._fetcher.fetch_links,
+        )
         self._catalogue = make_catalogue(settings, self.metrics, self.hosts)
         self._observer = NodeObserver(self.metrics, self._catalogue, settings.node)
         self._outbox = PeerOutbox(self._send_failed, settings.identity)
@@ -142,7 +156,8 @@ class Node:
             )
             self._control.start()
         loop = asyncio.get_running_loop()
-        self._periodic = [loop.create_task(self._beat()), loop.create_task(self._give_back())]
+        work = (self._beat(), self._give_back(), self._links.run())
+        self._periodic = [loop.create_task(each) for each in work]
         _log.info(
             "daemon_started",
             node=settings.node,
@@ -179,6 +194,7 @@ class Node:
             self._http.close()
         self._bulk.close()
         self._bulk_client.close()
+        self._link_client.close()
         self._fetcher.close()
         self._durable.close()
         self._threads.close(wait=True)
@@ -195,9 +211,13 @@ class Node:
         return locate(request.index, request.generation, request.offset, request.nbytes)
 
     def change(self, request: Request) -> Iterator[bytes]:
-        """The change of a snapshot since an older one, for `transport.protocol.Resolver`. Called
-        from many threads."""
-        return change_of(self._asked(request), request)
+        """The change of a snapshot since an older one, or the bytes of a probe, for
+        `transport.protocol.Resolver`. Called from many threads."""
+        storage = self._asked(request)
+        if request.kind is not Kind.PROBE:
+            return change_of(storage, request)
+        self._probes.take()
+        return iter((probe_bytes()[: request.nbytes],))
 
     def _asked(self, request: Request) -> JobStorage:
         """The storage that a peer's request may read.
@@ -230,10 +250,17 @@ class Node:
             bulk_address=self._bulk.address,
             memory_budget_bytes=self._settings.budget_bytes,
             memory_used_bytes=self.storage.reserved_bytes,
-            jobs=[status.job_state(host) for host in self.hosts.values()],
+            jobs=[self._job_state(host) for host in self.hosts.values()],
             trainer_socket=str(self._settings.socket),
             awaited=sorted(job for job in self._agents.jobs() if job not in self.hosts),
         )
+
+    def _job_state(self, host: JobHost) -> control_pb2.JobState:
+        state = status.job_state(host)
+        measured = self._links.measured(host.job, host.engine.epoch)
+        if measured.number:
+            state.links.CopyFrom(links_to_proto(measured))
+        return state
 
     def _receive(self, message: control_pb2.ControlMessage) -> None:
         if message.HasField("membership"):
@@ -350,11 +377,16 @@ class Node:
             status=self._status,
             authenticator=self._authenticator,
             metrics=self.metrics,
+            check_links=self._links.check,
         )
         trainers = await serve_trainers(service, settings.socket, settings.permissions)
         self._servers.append(trainers)
         peers, self._peer_address = await serve_peers(
-            PeerService(self.hosts.get, partial(self.metrics.add, "rate_limited", service="peers")),
+            PeerService(
+                self.hosts.get,
+                self._links.measured,
+                partial(self.metrics.add, "rate_limited", service="peers"),
+            ),
             settings.host,
             settings.peer_port,
             settings.identity,

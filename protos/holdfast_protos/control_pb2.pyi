@@ -109,6 +109,7 @@ class JobState(_message.Message):
     INSPECTION_FIELD_NUMBER: _builtins.int
     INTERVAL_STEPS_FIELD_NUMBER: _builtins.int
     WINDOW_STEPS_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     verified: _builtins.bool
@@ -176,6 +177,10 @@ class JobState(_message.Message):
     def inspection(self) -> Global___InspectionState:
         """newest inspection of this epoch; absent without any"""
 
+    @_builtins.property
+    def links(self) -> _values_pb2.MeasuredLinks:
+        """of this epoch; absent before the first"""
+
     def __init__(
         self,
         *,
@@ -208,10 +213,11 @@ class JobState(_message.Message):
         inspection: Global___InspectionState | None = ...,
         interval_steps: _builtins.int = ...,
         window_steps: _builtins.int = ...,
+        links: _values_pb2.MeasuredLinks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "complete", b"complete", "inspection", b"inspection", "line", b"line", "loss", b"loss", "membership", b"membership", "persist", b"persist", "plan", b"plan", "protected", b"protected", "revision", b"revision"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "complete", b"complete", "inspection", b"inspection", "line", b"line", "links", b"links", "loss", b"loss", "membership", b"membership", "persist", b"persist", "plan", b"plan", "protected", b"protected", "revision", b"revision"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "inspection", b"inspection", "interval_steps", b"interval_steps", "job", b"job", "line", b"line", "loading", b"loading", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "persist", b"persist", "plan", b"plan", "problem", b"problem", "problem_code", b"problem_code", "protected", b"protected", "protection_bytes_s", b"protection_bytes_s", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "slots", b"slots", "storage_problem", b"storage_problem", "stored_epoch", b"stored_epoch", "verified", b"verified", "window_steps", b"window_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "inspection", b"inspection", "interval_steps", b"interval_steps", "job", b"job", "line", b"line", "links", b"links", "loading", b"loading", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "persist", b"persist", "plan", b"plan", "problem", b"problem", "problem_code", b"problem_code", "protected", b"protected", "protection_bytes_s", b"protection_bytes_s", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "slots", b"slots", "storage_problem", b"storage_problem", "stored_epoch", b"stored_epoch", "verified", b"verified", "window_steps", b"window_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__revision: _TypeAlias = _typing.Literal["revision"]  # noqa: Y015
     _WhichOneofArgType__revision: _TypeAlias = _typing.Literal["_revision", b"_revision"]  # noqa: Y015

@@ -271,6 +271,28 @@ class FetchManifestRequest(_message.Message):
 Global___FetchManifestRequest: _TypeAlias = FetchManifestRequest  # noqa: Y015
 
 @_typing.final
+class LinksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinksRequest: _TypeAlias = LinksRequest  # noqa: Y015
+
+@_typing.final
 class FetchManifestReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

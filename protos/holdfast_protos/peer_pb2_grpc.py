@@ -3,6 +3,7 @@
 import grpc
 
 from holdfast_protos import peer_pb2 as holdfast__protos_dot_peer__pb2
+from holdfast_protos import values_pb2 as holdfast__protos_dot_values__pb2
 
 
 class PeerStub(object):
@@ -34,6 +35,11 @@ class PeerStub(object):
                 request_serializer=holdfast__protos_dot_peer__pb2.FetchManifestRequest.SerializeToString,
                 response_deserializer=holdfast__protos_dot_peer__pb2.FetchManifestReply.FromString,
                 )
+        self.Links = channel.unary_unary(
+                '/holdfast.v1.Peer/Links',
+                request_serializer=holdfast__protos_dot_peer__pb2.LinksRequest.SerializeToString,
+                response_deserializer=holdfast__protos_dot_values__pb2.MeasuredLinks.FromString,
+                )
 
 
 class PeerServicer(object):
@@ -64,6 +70,13 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Links(self, request, context):
+        """The callee's newest measurements of its links to other daemons of the job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -86,6 +99,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.FetchManifest,
                     request_deserializer=holdfast__protos_dot_peer__pb2.FetchManifestRequest.FromString,
                     response_serializer=holdfast__protos_dot_peer__pb2.FetchManifestReply.SerializeToString,
+            ),
+            'Links': grpc.unary_unary_rpc_method_handler(
+                    servicer.Links,
+                    request_deserializer=holdfast__protos_dot_peer__pb2.LinksRequest.FromString,
+                    response_serializer=holdfast__protos_dot_values__pb2.MeasuredLinks.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -162,5 +180,22 @@ class Peer(object):
         return grpc.experimental.unary_unary(request, target, '/holdfast.v1.Peer/FetchManifest',
             holdfast__protos_dot_peer__pb2.FetchManifestRequest.SerializeToString,
             holdfast__protos_dot_peer__pb2.FetchManifestReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Links(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/holdfast.v1.Peer/Links',
+            holdfast__protos_dot_peer__pb2.LinksRequest.SerializeToString,
+            holdfast__protos_dot_values__pb2.MeasuredLinks.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

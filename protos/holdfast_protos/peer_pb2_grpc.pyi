@@ -8,6 +8,7 @@ TCP stream (holdfast_daemon.transport.protocol).
 from collections import abc as _abc
 from grpc import aio as _aio
 from holdfast_protos import peer_pb2 as _peer_pb2
+from holdfast_protos import values_pb2 as _values_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -38,6 +39,8 @@ class PeerStub:
     Suspect: _grpc.UnaryUnaryMultiCallable[_peer_pb2.SuspectMessage, _peer_pb2.PeerReply]
     FetchManifest: _grpc.UnaryUnaryMultiCallable[_peer_pb2.FetchManifestRequest, _peer_pb2.FetchManifestReply]
     """The encoded manifest and layout of a snapshot that the callee holds or keeps for its group."""
+    Links: _grpc.UnaryUnaryMultiCallable[_peer_pb2.LinksRequest, _values_pb2.MeasuredLinks]
+    """The callee's newest measurements of its links to other daemons of the job."""
 
 @_typing.type_check_only
 class PeerAsyncStub(PeerStub):
@@ -47,6 +50,8 @@ class PeerAsyncStub(PeerStub):
     Suspect: _aio.UnaryUnaryMultiCallable[_peer_pb2.SuspectMessage, _peer_pb2.PeerReply]  # type: ignore[assignment]
     FetchManifest: _aio.UnaryUnaryMultiCallable[_peer_pb2.FetchManifestRequest, _peer_pb2.FetchManifestReply]  # type: ignore[assignment]
     """The encoded manifest and layout of a snapshot that the callee holds or keeps for its group."""
+    Links: _aio.UnaryUnaryMultiCallable[_peer_pb2.LinksRequest, _values_pb2.MeasuredLinks]  # type: ignore[assignment]
+    """The callee's newest measurements of its links to other daemons of the job."""
 
 class PeerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -77,5 +82,13 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_peer_pb2.FetchManifestReply, _abc.Awaitable[_peer_pb2.FetchManifestReply]]:
         """The encoded manifest and layout of a snapshot that the callee holds or keeps for its group."""
+
+    @_abc_1.abstractmethod
+    def Links(
+        self,
+        request: _peer_pb2.LinksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_values_pb2.MeasuredLinks, _abc.Awaitable[_values_pb2.MeasuredLinks]]:
+        """The callee's newest measurements of its links to other daemons of the job."""
 
 def add_PeerServicer_to_server(servicer: PeerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1153,6 +1153,57 @@ class TrainedReply(_message.Message):
 Global___TrainedReply: _TypeAlias = TrainedReply  # noqa: Y015
 
 @_typing.final
+class CheckLinksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckLinksRequest: _TypeAlias = CheckLinksRequest  # noqa: Y015
+
+@_typing.final
+class CheckLinksReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FAILURE_FIELD_NUMBER: _builtins.int
+    NOTICE_FIELD_NUMBER: _builtins.int
+    NOT_CHECKED_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    failure: _builtins.str
+    """why this node should not take part; empty: for no reason"""
+    notice: _builtins.str
+    """what else is slow, and names nobody; empty: nothing is"""
+    not_checked: _builtins.str
+    """why nothing can be said; empty: the links were compared"""
+    found: _builtins.str
+    """how fast they are"""
+    def __init__(
+        self,
+        *,
+        failure: _builtins.str = ...,
+        notice: _builtins.str = ...,
+        not_checked: _builtins.str = ...,
+        found: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "found", b"found", "not_checked", b"not_checked", "notice", b"notice"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckLinksReply: _TypeAlias = CheckLinksReply  # noqa: Y015
+
+@_typing.final
 class PersistRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -95,6 +95,11 @@ class TrainerStub(object):
                 request_serializer=holdfast__protos_dot_trainer__pb2.TrainedRequest.SerializeToString,
                 response_deserializer=holdfast__protos_dot_trainer__pb2.TrainedReply.FromString,
                 )
+        self.CheckLinks = channel.unary_unary(
+                '/holdfast.v1.Trainer/CheckLinks',
+                request_serializer=holdfast__protos_dot_trainer__pb2.CheckLinksRequest.SerializeToString,
+                response_deserializer=holdfast__protos_dot_trainer__pb2.CheckLinksReply.FromString,
+                )
         self.Persist = channel.unary_unary(
                 '/holdfast.v1.Trainer/Persist',
                 request_serializer=holdfast__protos_dot_trainer__pb2.PersistRequest.SerializeToString,
@@ -232,6 +237,13 @@ class TrainerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckLinks(self, request, context):
+        """Compares the links of this node with those of the job's other nodes, which takes a few seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Persist(self, request, context):
         """Requests that the newest generation be written to the durable tier now. Returns at once.
         """
@@ -328,6 +340,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.Trained,
                     request_deserializer=holdfast__protos_dot_trainer__pb2.TrainedRequest.FromString,
                     response_serializer=holdfast__protos_dot_trainer__pb2.TrainedReply.SerializeToString,
+            ),
+            'CheckLinks': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckLinks,
+                    request_deserializer=holdfast__protos_dot_trainer__pb2.CheckLinksRequest.FromString,
+                    response_serializer=holdfast__protos_dot_trainer__pb2.CheckLinksReply.SerializeToString,
             ),
             'Persist': grpc.unary_unary_rpc_method_handler(
                     servicer.Persist,
@@ -619,6 +636,23 @@ class Trainer(object):
         return grpc.experimental.unary_unary(request, target, '/holdfast.v1.Trainer/Trained',
             holdfast__protos_dot_trainer__pb2.TrainedRequest.SerializeToString,
             holdfast__protos_dot_trainer__pb2.TrainedReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def CheckLinks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/holdfast.v1.Trainer/CheckLinks',
+            holdfast__protos_dot_trainer__pb2.CheckLinksRequest.SerializeToString,
+            holdfast__protos_dot_trainer__pb2.CheckLinksReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -88,6 +88,8 @@ class TrainerStub:
     """Reports what the workers of the node were doing when the launcher was asked to inspect them."""
     Trained: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.TrainedRequest, _trainer_pb2.TrainedReply]
     """Reports the progress of a rank that trains without a session because its saves are refused."""
+    CheckLinks: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.CheckLinksRequest, _trainer_pb2.CheckLinksReply]
+    """Compares the links of this node with those of the job's other nodes, which takes a few seconds."""
     Persist: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PersistRequest, _trainer_pb2.PersistReply]
     """Requests that the newest generation be written to the durable tier now. Returns at once."""
     Status: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.StatusRequest, _trainer_pb2.StatusReply]
@@ -144,6 +146,8 @@ class TrainerAsyncStub(TrainerStub):
     """Reports what the workers of the node were doing when the launcher was asked to inspect them."""
     Trained: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainedRequest, _trainer_pb2.TrainedReply]  # type: ignore[assignment]
     """Reports the progress of a rank that trains without a session because its saves are refused."""
+    CheckLinks: _aio.UnaryUnaryMultiCallable[_trainer_pb2.CheckLinksRequest, _trainer_pb2.CheckLinksReply]  # type: ignore[assignment]
+    """Compares the links of this node with those of the job's other nodes, which takes a few seconds."""
     Persist: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PersistRequest, _trainer_pb2.PersistReply]  # type: ignore[assignment]
     """Requests that the newest generation be written to the durable tier now. Returns at once."""
     Status: _aio.UnaryUnaryMultiCallable[_trainer_pb2.StatusRequest, _trainer_pb2.StatusReply]  # type: ignore[assignment]
@@ -293,6 +297,14 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.TrainedReply, _abc.Awaitable[_trainer_pb2.TrainedReply]]:
         """Reports the progress of a rank that trains without a session because its saves are refused."""
+
+    @_abc_1.abstractmethod
+    def CheckLinks(
+        self,
+        request: _trainer_pb2.CheckLinksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.CheckLinksReply, _abc.Awaitable[_trainer_pb2.CheckLinksReply]]:
+        """Compares the links of this node with those of the job's other nodes, which takes a few seconds."""
 
     @_abc_1.abstractmethod
     def Persist(

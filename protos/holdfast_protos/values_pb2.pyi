@@ -863,6 +863,61 @@ class StepTimes(_message.Message):
 Global___StepTimes: _TypeAlias = StepTimes  # noqa: Y015
 
 @_typing.final
+class MeasuredLinks(_message.Message):
+    """Newest measurements of one daemon's links to others of a job (holdfast_core.links.MeasuredLinks)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    RATES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """of the round; 0: none yet"""
+    @_builtins.property
+    def rates(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkRate]: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        rates: _abc.Iterable[Global___LinkRate] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "rates", b"rates"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasuredLinks: _TypeAlias = MeasuredLinks  # noqa: Y015
+
+@_typing.final
+class LinkRate(_message.Message):
+    """How fast known bytes came from the daemon of another member."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    BYTES_S_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    peer: _builtins.int
+    bytes_s: _builtins.float
+    """0 with a problem"""
+    problem: _builtins.str
+    """"unreachable", "wrong bytes" or empty"""
+    def __init__(
+        self,
+        *,
+        peer: _builtins.int = ...,
+        bytes_s: _builtins.float = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_s", b"bytes_s", "peer", b"peer", "problem", b"problem"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkRate: _TypeAlias = LinkRate  # noqa: Y015
+
+@_typing.final
 class Divergence(_message.Message):
     """A comparison in which replicas differed (holdfast_core.corruption.Divergence). Ranks are world
     ranks.

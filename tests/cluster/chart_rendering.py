@@ -48,6 +48,7 @@ VALUE_SETS: dict[str, Document] = {
             "tolerations": [{"key": "system", "operator": "Exists"}],
             "affinity": {"podAntiAffinity": {}},
             "notices": ["VMEventScheduled", "example.com/leaving"],
+            "suspectNodes": "Cordon",
             "extraArgs": ["--log-level=debug"],
         },
         "daemon": {
@@ -108,6 +109,9 @@ VALUE_SETS: dict[str, Document] = {
     },
     "insecure": {"security": {"insecure": True}},
     "one namespace": {"operator": {"watchNamespaces": ["team-a"]}},
+    "suspect nodes, one namespace": {
+        "operator": {"watchNamespaces": ["team-a"], "suspectNodes": "Taint"}
+    },
     "two namespaces": {"operator": {"watchNamespaces": ["team-a", "holdfast-system"]}},
     "accounts and roles of others": {
         "operator": {"serviceAccount": {"create": False, "name": "their-operator"}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -65,6 +66,19 @@ class Scene:
         pod = document["spec"]["trainer"]["template"]["spec"]
         pod["containers"][0] |= {"command": ["python", "-c", program], "args": []}
         self.cluster.apply(jobs.small_job(self.name, TEAM, pod, **spec))
+
+    def record(self, failures: Mapping[str, str | None]) -> None:
+        """Write into the record of nodes, as another operator would."""
+        words = ("configmap", "holdfast-node-record", "-n", NAMESPACE, "--type=merge")
+        self.cluster.kubectl("patch", *words, "-p", json.dumps({"data": failures}))
+
+    def open_nodes(self) -> None:
+        """Undo by hand what was done to suspect nodes."""
+        self.record({SUSPECT_NODE: None})
+        mark = {"metadata": {"annotations": {"holdfast.dev/suspect": None}}}
+        self.cluster.kubectl("patch", "node", SUSPECT_NODE, "--type=merge", "-p", json.dumps(mark))
+        with suppress(ClusterError):  # it has no taint
+            self.cluster.kubectl("taint", "node", SUSPECT_NODE, "holdfast.dev/suspect-")
 
     def find(self, kind: str, name: str = "") -> Document:
         """An object of the job's namespace; empty when there is none."""
@@ -310,6 +324,33 @@ def _recorded_failures(scene: Scene) -> bool:
     return any(f"{TEAM}.{scene.name}" in text for text in (found.get("data") or {}).values())
 
 
+def _suspect(scene: Scene, failures: int = 3) -> None:
+    """Have a node's record say that it was lost several times."""
+    failure = {"kind": "LostNode", "job": f"{TEAM}.{scene.name}", "at": time.time() - 60.0}
+    lost = [failure | {"epoch": epoch} for epoch in range(failures)]
+    scene.record({SUSPECT_NODE: json.dumps(lost)})
+
+
+def _is_closed(scene: Scene) -> bool:
+    taints = scene.cluster.get("node", SUSPECT_NODE)["spec"].get("taints") or []
+    return any(taint["key"] == "holdfast.dev/suspect" for taint in taints)
+
+
+def _open_or_suspect(scene: Scene) -> None:
+    scene.seen = str(_node_events(scene))
+    if _is_closed(scene):
+        scene.record({SUSPECT_NODE: None})
+    else:
+        _suspect(scene, failures=4)  # in other words than before, which would be a repetition
+
+
+def _node_events(scene: Scene) -> int:
+    """Number of events about what was done to suspect nodes."""
+    chosen = f"regarding.kind=Node,regarding.name={SUSPECT_NODE}"
+    found = scene.cluster.get("events.events.k8s.io", "-n", "default", "--field-selector", chosen)
+    return sum(each["reason"] in ("NodeSuspected", "NodeOpened") for each in found["items"])
+
+
 def _gang(name: str) -> Callable[[Scene], None]:
     return lambda scene: scene.job(scheduling={"gang": name})
 
@@ -356,6 +397,8 @@ def _reports_pods(scene: Scene) -> bool:
 RENEWAL = {"daemon__updateStrategy__type": "Protected", "operator__watchNamespaces[0]": TEAM}
 GANGS = {"gangScheduling__volcano": "true", "gangScheduling__coscheduling": "true"}
 KUEUE = {"kueue__enabled": "true"}
+SUSPECTS = {"operator__suspectNodes": "Taint", "operator__watchNamespaces[0]": TEAM}
+SUSPECT_NODE = "node5"
 CREATE_ROLE = Permission(verb="create", group="rbac.authorization.k8s.io", resource="roles")
 GET_POD = Permission(verb="get", group="", resource="pods")
 
@@ -443,6 +486,13 @@ CHECKS = {
     "workloadpriorities-get": Check(provoke=_urgent_job, done=Scene.workload, values=KUEUE),
     "priorities-list": Check(provoke=Scene.queued_job, done=Scene.workload, values=KUEUE),
     "nodes-watch": Check(provoke=_job_of_a_new_leader, done=Scene.status, changes_leader=True),
+    "nodes-patch": Check(provoke=_suspect, done=_is_closed, values=SUSPECTS),
+    "nodes-events": Check(
+        provoke=_open_or_suspect,
+        done=lambda scene: _node_events(scene) > int(scene.seen),
+        again=True,
+        values=SUSPECTS,
+    ),
     "daemons-watch": Check(
         provoke=_job_of_a_new_leader,
         done=Scene.status,

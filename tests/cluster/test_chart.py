@@ -289,6 +289,18 @@ def test_without_a_record_of_nodes_nothing_mentions_config_maps(render: Renderer
         assert word not in documents["minimal"]
 
 
+@pytest.mark.parametrize(
+    ("name", "may"), [("defaults", False), ("everything", True), ("one namespace", False)]
+)
+def test_only_on_request_may_the_operator_change_nodes(
+    render: Renderer, name: str, may: bool
+) -> None:
+    roles = [each for each in render.documents(VALUE_SETS[name]) if each["kind"] == "ClusterRole"]
+    rules = [rule for role in roles for rule in role["rules"] if "nodes" in rule["resources"]]
+    verbs = {verb for rule in rules for verb in rule["verbs"]}
+    assert verbs == {"list", "watch"} | ({"get", "patch"} if may else set())
+
+
 def test_by_default_no_job_may_persist(render: Renderer) -> None:
     for kind, name in (("DaemonSet", "holdfast-daemon"), ("Deployment", "holdfast-operator")):
         assert _locations(render.one(kind, name)["spec"]["template"]["spec"]) == []
@@ -325,6 +337,11 @@ def _locations(pod: Document) -> list[StorageLocation]:
         ),
         ({"daemon": {"user": 0}}, "'/daemon/user': minimum"),
         ({"daemon": {"auth": "token"}}, "must be one of 'token-review', 'none'"),
+        ({"operator": {"suspectNodes": "Drain"}}, "must be one of 'None', 'Taint', 'Cordon'"),
+        (
+            {"operator": {"suspectNodes": "Taint", "nodeRecord": {"enabled": False}}},
+            "operator.suspectNodes needs the record of nodes",
+        ),
         ({"operator": {"replicas": "two"}}, "'/operator/replicas': got string, want integer"),
         ({"operator": {"replicas": 0}}, "'/operator/replicas': minimum"),
         ({"crds": {"enabled": "yes"}}, "'/crds/enabled': got string, want boolean"),

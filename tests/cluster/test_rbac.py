@@ -149,6 +149,7 @@ def team(cluster: Cluster, holdfast: Holdfast) -> Iterator[None]:
     cluster.wait_served()
     Scene(holdfast, "ready").wait_standby()
     yield
+    Scene(holdfast, "opened").open_nodes()
     cluster.kubectl("delete", "moejob", "--all", "-n", TEAM, "--timeout=120s")
     cluster.kubectl("delete", "namespace", TEAM, "--wait=false")
     cluster.kubectl("delete", "crd", *(each["metadata"]["name"] for each in resources))
@@ -202,6 +203,8 @@ LONG = {
     "lease-create",
     "lease-renew",
     "node-record",
+    "nodes-events",
+    "nodes-patch",
     "nodes-watch",
     "coscheduling-watch",
     "revisions-watch",

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, cast
 from fuzzing_seeds import GENERATION, JOB, LAYOUT, PAYLOAD, PIECE
 
 from holdfast_core.errors import HoldfastError, known_code
+from holdfast_core.links import LinkVerdict
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import encode_layout, piece_digests
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy
@@ -53,6 +54,7 @@ CALLS: tuple[tuple[str, Any], ...] = (
     ("Follow", trainer_pb2.FollowRequest),
     ("Worked", trainer_pb2.WorkedRequest),
     ("Trained", trainer_pb2.TrainedRequest),
+    ("CheckLinks", trainer_pb2.CheckLinksRequest),
 )
 
 
@@ -72,6 +74,10 @@ class _Context:
 
     async def abort(self, code: object, details: str, trailing_metadata: object = ()) -> NoReturn:
         raise Aborted(details)
+
+
+async def _no_links(job: str) -> LinkVerdict:
+    return LinkVerdict()
 
 
 class _Host:
@@ -183,6 +189,7 @@ def request(data: bytes) -> None:
         status=lambda: {"jobs": {}},
         authenticator=TrustingAuthenticator(),
         metrics=DaemonMetrics(),
+        check_links=_no_links,
     )
     if "session" in kind.DESCRIPTOR.fields_by_name and message.session:
         message.session = service._seal.seal(cast(_Host, host).session)

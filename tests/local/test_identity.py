@@ -26,7 +26,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member
-from holdfast_daemon.net.peers import ManifestFetcher
+from holdfast_daemon.net.peers import PeerReader
 from holdfast_daemon.transport.client import BulkClient
 from holdfast_daemon.transport.protocol import Kind, Request
 from holdfast_daemon.transport.tls import ConnectionFactory, Protection
@@ -206,7 +206,7 @@ def test_messages_of_an_ended_epoch_are_refused_on_every_way(
     job.start_trainers()
     job.train()
     identity = Identity(tls / Role.DAEMON)
-    fetcher = ManifestFetcher(identity)
+    fetcher = PeerReader(identity)
     with pytest.raises(StaleEpochError):
         fetcher.fetch_manifest(member, job.name, ended, 0, line)
     fetcher.close()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +126,85 @@ def test_its_member_moves_to_a_spare_live_and_keeps_pace_there(directory: Path) 
     assert (recovery.source, recovery.lost_steps) == (RestoreSource.LIVE, 0)
     assert status.restarts == 0 and not status.stragglers
     assert len(events(status, "Straggler")) == 1
+
+
+SPINS = """
+import os, pathlib, sys, time, torch, holdfast
+from torch.nn.parallel import DistributedDataParallel
+
+torch.distributed.init_process_group("gloo")
+if torch.distributed.get_rank() == 2:
+    pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+
+
+class Model(torch.nn.Linear):
+    def forward(self, batch):
+        time.sleep(0.02)
+        until = time.thread_time() + 0.005
+        while time.thread_time() < until:
+            pass
+        return super().forward(batch)
+
+
+model = Model(4, 4)
+replica = DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters())
+with holdfast.init(model=model, optimizer=optimizer) as session:
+    for step in session.steps(10**6):
+        with step:
+            optimizer.zero_grad()
+            replica(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group that may use a tenth of a processor; skips where none can be made."""
+    root = Path("/sys/fs/cgroup")
+    second = (root / "cgroup.controllers").exists()
+    made = (root if second else root / "cpu") / f"holdfast-test-{os.getpid()}"
+    try:
+        made.mkdir()
+        if second:
+            (made / "cpu.max").write_text("10000 100000")
+        else:
+            (made / "cpu.cfs_quota_us").write_text("10000")
+    except OSError as error:
+        with suppress(OSError):
+            made.rmdir()
+        pytest.skip(f"no control group with a limit of processors can be made: {error}")
+    yield made
+    with suppress(OSError):
+        made.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(240)
+def test_a_rank_whose_processor_is_throttled_from_outside_is_named(
+    group: Path, directory: Path
+) -> None:
+    """All ranks do the same work: the kernel gives one of them less time for it."""
+    script, pid = directory / "train.py", directory / "pid"
+    script.write_text(SPINS)
+    job = make_job(
+        "slow",
+        [sys.executable, str(script), str(pid)],
+        nodes=2,
+        nproc=2,
+        snapshot={"memoryPerNode": "64Mi"},
+        failurePolicy={"detection": {"heartbeatSeconds": 0.5}},
+    )
+
+    async def train() -> Status:
+        async with LocalCluster(job, LocalSettings(directory=directory / "run")) as cluster:
+            await cluster.wait_for(lambda status: status.phase is Phase.RUNNING, timeout_s=WAIT_S)
+            (group / "cgroup.procs").write_text(pid.read_text())
+            await cluster.wait_for(lambda status: bool(status.stragglers), timeout_s=WAIT_S)
+            return cluster.status
+
+    status = asyncio.run(train())
+    (slow,) = status.stragglers or ()
+    assert (slow.rank, slow.member) == (SLOW_RANK, 1)
+    assert status.recoveries == 0

@@ -50,7 +50,7 @@ from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous
 from holdfast._launch.script import do_nothing, run_script
 from holdfast._launch.stderr import StderrLogs, WorkerStderr
 from holdfast._launch.work import WorkWatch
-from holdfast.node_checks import NodeChecks, Outcome, failures_in_words
+from holdfast.node_checks import DaemonAddress, NodeChecks, Outcome, failures_in_words
 from holdfast_core.errors import AccessDeniedError, InvalidJobError, UnreachableError
 from holdfast_core.exit_codes import DENIED, FAILED_CHECK, JOB_ENDED, NO_DAEMON, PROCESS_ENDS
 from holdfast_core.job.failures import REFORM_S
@@ -121,7 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings, exit_file = _settings(args), args.exit_file
     signal.signal(signal.SIGTERM, _exit_on_signal)
     # The checks take as long as the fork server, so they run beside it.
-    checks = NodeChecks() if settings.check_node else None
+    daemon = DaemonAddress(socket=settings.socket, job=settings.job)
+    checks = NodeChecks(daemon) if settings.check_node else None
     try:
         script = _set_up_workers(settings)
         _log_to_stderr(args.member_node)

@@ -18,6 +18,7 @@ import ctypes
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -29,13 +30,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-LIMIT_S = 180.0
+from holdfast._environment import read_environment, read_token_file
+from holdfast_core.errors import InvalidJobError
+from holdfast_protos import trainer_pb2
+
+LIMIT_S = 330.0
 """Time within which all checks must have ended: devices of a large machine take 20 s to start, and
 a busy machine imports torch for a minute."""
 KILL_S = 5.0
@@ -61,6 +68,19 @@ TIME_MIN = 1735689600.0
 """A clock before 2025 is wrong, and certificates are not valid yet."""
 CLOCK_UNSYNCHRONISED = 0x40
 """STA_UNSYNC of adjtimex(2)."""
+ALL_REDUCE_BYTES = 16 << 20
+"""Bytes that each device contributes to the sum."""
+BEGIN_S = 90.0
+"""Time within which all processes begin that sum: each imports torch, which takes a busy machine a
+minute."""
+ALL_REDUCE_S = 60.0
+"""Time for that sum once all have begun it: NCCL finds its way first."""
+POLL_S = 0.05
+WRONG_SUM = 3
+"""Exit code of a process that has found a wrong sum."""
+LINKS_S = 60.0
+"""Time for an answer about links; the daemon needs some seconds, and half a minute
+if links are broken."""
 SHARED = Path("/dev/shm")
 YES = {"1", "yes"}
 """What nvidia-smi says where something is so. Besides no, it says in many words that it does not
@@ -364,24 +384,156 @@ def _ask_driver(query: str) -> list[list[str]]:
     return [row for row in rows if len(row) == width]
 
 
-CHECKS: dict[str, Callable[[], str]] = {
-    "processors": check_processors,
-    "memory": check_memory,
-    "shared memory": check_shared_memory,
-    "disk": check_disk,
-    "clock": check_clock,
-    "GPUs": check_devices,
-    "GPU memory": check_device_memory,
-}
+# --- what connects devices and nodes --------------------------------------------------------------
+
+
+def check_device_links() -> str:
+    """Sum known numbers over all GPUs of the node with NCCL."""
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    count = torch.cuda.device_count()
+    if count < 2:
+        raise NotCheckedError("there are no two GPUs here")
+    if not dist.is_nccl_available():
+        raise NotCheckedError("torch has no NCCL")
+    return all_reduce("nccl", count, BEGIN_S, ALL_REDUCE_S)
+
+
+def all_reduce(backend: str, count: int, begin_s: float, limit_s: float) -> str:
+    """Sum known numbers over `count` processes, each with a device of its own if the backend is
+    NCCL, and compare. `limit_s` counts from when all have begun, within `begin_s`."""
+    starting = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = (backend, count, directory, begin_s + limit_s + KILL_S)
+        processes = [
+            starting.Process(target=_reduce, args=(rank, *arguments), daemon=True)
+            for rank in range(count)
+        ]
+        until = time.monotonic() + begin_s
+        for process in processes:
+            process.start()
+        while (began := _begun(directory, count)) < count and time.monotonic() < until:
+            if any(process.exitcode for process in processes):
+                break
+            time.sleep(POLL_S)
+        until = time.monotonic() + (limit_s if began == count else 0.0)
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join(KILL_S)
+    codes = [process.exitcode for process in processes]
+    if WRONG_SUM in codes:
+        raise CheckFailedError(f"the sum over {count} devices is wrong on {_those(codes)}")
+    ended = [code for rank, code in enumerate(codes) if rank not in late and code]
+    if ended:  # others wait for it in vain, and a signal may be the fault of a plugin of NCCL
+        raise NotCheckedError(f"a process that sums over {count} devices ended with {ended[0]}")
+    if began < count:
+        raise NotCheckedError(f"{began} of {count} processes began within {begin_s:.0f} s")
+    if late:
+        raise CheckFailedError(f"the sum over {count} devices did not end within {limit_s:.0f} s")
+    return f"{count} devices gave the known sum"
+
+
+def _begun(directory: str, count: int) -> int:
+    return sum((Path(directory) / str(rank)).exists() for rank in range(count))
+
+
+def _those(codes: Sequence[int | None]) -> str:
+    return ", ".join(str(rank) for rank, code in enumerate(codes) if code == WRONG_SUM)
+
+
+def _reduce(rank: int, backend: str, count: int, directory: str, limit_s: float) -> None:
+    """Take part in the sum as one of `count` processes, and make a file of this name in `directory`
+    when it begins; ends with `WRONG_SUM` if it is wrong."""
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=count,
+        timeout=timedelta(seconds=limit_s),
+    )
+    # Sums of integers that float32 holds exactly, so the order of additions does not matter.
+    numbers = torch.arange(ALL_REDUCE_BYTES // 4, device=device) % 1024
+    found = (numbers + rank).to(torch.float32)
+    (Path(directory) / str(rank)).touch()
+    dist.all_reduce(found)
+    right = numbers * count + count * (count - 1) // 2
+    wrong = not bool((found.to(torch.int64) == right).all())
+    dist.destroy_process_group()
+    if wrong:
+        sys.exit(WRONG_SUM)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DaemonAddress:
+    """The daemon of this node, and the job that is asked about."""
+
+    socket: Path
+    job: str
+
+
+def daemon_of_environment() -> DaemonAddress | None:
+    """The daemon that the environment of this process names, as that of a trainer's pod does; None
+    if it names none."""
+    try:
+        found = read_environment()
+    except InvalidJobError:
+        return None
+    return None if found.socket is None else DaemonAddress(socket=found.socket, job=found.job)
+
+
+def check_links(daemon: DaemonAddress | None) -> str:
+    """Have the node's daemon compare the links of this node with those of the job's others."""
+    from holdfast._daemon.calls import JobCalls  # noqa: PLC0415
+
+    if daemon is None:
+        raise NotCheckedError("no daemon and job are named")
+    calls = JobCalls(daemon.socket, read_token_file())
+    try:
+        request = trainer_pb2.CheckLinksRequest(job=daemon.job)
+        found = calls.ask(calls.stub.CheckLinks, request, LINKS_S)
+    finally:
+        calls.close()
+    if found.failure:
+        raise CheckFailedError(found.failure)
+    if found.notice:
+        raise NoticedError(found.notice)
+    if found.not_checked:
+        raise NotCheckedError(found.not_checked)
+    return str(found.found)
+
+
+def checks_of(daemon: DaemonAddress | None) -> dict[str, Callable[[], str]]:
+    """All checks by their names, in order."""
+    return {
+        "processors": check_processors,
+        "memory": check_memory,
+        "shared memory": check_shared_memory,
+        "disk": check_disk,
+        "clock": check_clock,
+        "GPUs": check_devices,
+        "GPU memory": check_device_memory,
+        "GPU links": check_device_links,
+        "links": partial(check_links, daemon),
+    }
 
 
 # --- all of them ----------------------------------------------------------------------------------
 
 
-def run_checks() -> Iterator[Result]:
+def run_checks(daemon: DaemonAddress | None) -> Iterator[Result]:
     """Run all checks in this process, one after the other. For `main`: who wants results calls
     `NodeChecks`."""
-    for name, check in CHECKS.items():
+    for name, check in checks_of(daemon).items():
         try:
             yield Result(name, Outcome.PASSED, check())
         except CheckFailedError as error:
@@ -394,15 +546,20 @@ def run_checks() -> Iterator[Result]:
 
 
 class NodeChecks:
-    """Checks that run in a process of their own, from the construction on."""
+    """Checks that run in a process of their own, from the construction on.
 
-    def __init__(self) -> None:
+    Args:
+        daemon: what is asked about links; None for nothing.
+    """
+
+    def __init__(self, daemon: DaemonAddress | None) -> None:
+        named = () if daemon is None else ("--socket", str(daemon.socket), "--job", daemon.job)
         self._until = time.monotonic() + LIMIT_S
         self._problem = ""
         """Why the process could not be started."""
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.node_checks"],
+                [sys.executable, "-m", "holdfast.node_checks", *named],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
             )
@@ -426,8 +583,9 @@ class NodeChecks:
             outcome, end = Outcome.FAILED, f"did not end within {LIMIT_S:.0f} s"
         lines = written.decode(errors="replace").splitlines()
         found = [result for line in lines if (result := _read_result(line)) is not None]
-        if end and len(found) < len(CHECKS):
-            check = list(CHECKS)[len(found)]
+        names = list(checks_of(None))
+        if end and len(found) < len(names):
+            check = names[len(found)]
             found.append(Result(check, outcome, f"the process that checks {end}"))
         return found
 
@@ -472,13 +630,21 @@ def _read_result(line: str) -> Result | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all checks, and write each result as a line of JSON once it is there. Returns 1 if one
     has failed."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m holdfast.node_checks",
         description="Check the node that this process runs on; writes a line of JSON for each "
-        "check. `holdfast preflight` shows the same as a table.",
-    ).parse_args(argv)
+        "check. `holdfast preflight` shows the same as a table. Links to other nodes are compared "
+        "by the node's daemon; a trainer's pod names it and the job.",
+    )
+    parser.add_argument("--socket", type=Path, help="the daemon's socket (daemon.sock)")
+    parser.add_argument("--job", help="key of the job")
+    args = parser.parse_args(argv)
+    if (args.socket is None) != (args.job is None):
+        parser.error("--socket and --job go together: give both, or none")
+    named = args.socket is not None
+    daemon = DaemonAddress(socket=args.socket, job=args.job) if named else daemon_of_environment()
     failed = False
-    for result in run_checks():
+    for result in run_checks(daemon):
         print(json.dumps(asdict(result)), flush=True)
         failed |= result.outcome is Outcome.FAILED
     return int(failed)

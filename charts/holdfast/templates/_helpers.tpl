@@ -180,6 +180,17 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 
+{{/* Whether the operator closes suspect nodes: "true" or empty. */}}
+{{- define "holdfast.closesNodes" -}}
+{{- $operator := .Values.operator -}}
+{{- if ne $operator.suspectNodes "None" -}}
+{{- if not $operator.nodeRecord.enabled -}}
+{{- fail "operator.suspectNodes needs the record of nodes: set operator.nodeRecord.enabled, or None" -}}
+{{- end -}}
+true
+{{- end -}}
+{{- end -}}
+
 {{/* Whether the chart's own Redis runs: "true" or empty. */}}
 {{- define "holdfast.ownRedis" -}}
 {{- $external := .Values.redis.external -}}

@@ -28,11 +28,17 @@ from holdfast_core.node_failures import (
     excused,
     ratings,
 )
-from holdfast_operator.kube.client.resources import CONFIG_MAPS
+from holdfast_core.suspect_nodes import Mark
+from holdfast_operator.kube.client.resources import CONFIG_MAPS, NODES
 
 if TYPE_CHECKING:
     from holdfast_operator.kube.client.api import Api
 
+CLOSED: Mapping[Mark, str] = {
+    Mark.TAINT: "tainted",
+    Mark.CORDON: "cordoned",
+}
+"""What the operator has done to a node, in words."""
 SHOWN = 3
 """Failures that are shown of each node, the newest."""
 TRIES = 5
@@ -49,8 +55,10 @@ def nodes(options: argparse.Namespace) -> int:
         ApiError: when there is no record, or the API server refuses.
     """
     cluster = chosen_cluster(options)
+    closed: Mapping[str, str] = {}
     if cluster is not None:
         record, half_life_s, problems = call_cluster(cluster, _of_cluster)
+        closed = call_cluster(cluster, _closed)
     else:
         run = find_run(options.dir, options.job)
         record, problems = read_run(run, options.forget)
@@ -59,11 +67,11 @@ def nodes(options: argparse.Namespace) -> int:
         Console(stderr=True).print(f"not understood, and ignored: {problem}", markup=False)
     now = time.time()
     if options.json:
-        print(json.dumps(as_json(record, now, half_life_s), indent=1))
+        print(json.dumps(as_json(record, now, half_life_s, closed), indent=1))
         return 0
     for node in options.forget:
         print(f"the failures of {node} are forgotten; it is chosen like any clean node")
-    Console().print(nodes_view(record, now, half_life_s))
+    Console().print(nodes_view(record, now, half_life_s, closed))
     return 0
 
 
@@ -106,6 +114,24 @@ async def _of_cluster(
     raise UnreachableError(f"others write ConfigMap {name} all the time; try again")
 
 
+async def _closed(api: Api, options: argparse.Namespace) -> dict[str, str]:
+    """What the operator has done to suspect nodes, in words, by their names; empty for a user who
+    may not list nodes."""
+    from holdfast_operator.kube.client.api import ApiError, pages  # noqa: PLC0415
+    from holdfast_operator.kube.cluster.nodes import read_node  # noqa: PLC0415
+
+    found = {}
+    try:
+        async for page in pages(api, NODES):
+            for node in map(read_node, page["items"]):
+                if node.marked is not Mark.NONE:
+                    found[node.name] = CLOSED[node.marked] if node.intact else "opened by hand"
+    except ApiError as error:
+        if not error.is_final:
+            raise
+    return found
+
+
 def read_run(run: Path, forget: Sequence[str] = ()) -> tuple[Record, tuple[str, ...]]:
     """The record of a local run, without the nodes `forget`, which are removed from it, and what of
     it could not be understood.
@@ -143,7 +169,9 @@ def _by_score(record: Record, rated: Mapping[str, Rating]) -> list[str]:
     return sorted(record, key=lambda node: (-rated.get(node, Rating()).score, node))
 
 
-def as_json(record: Record, now: float, half_life_s: float) -> dict[str, Any]:
+def as_json(
+    record: Record, now: float, half_life_s: float, closed: Mapping[str, str]
+) -> dict[str, Any]:
     """The record as JSON values; times are seconds since the Unix epoch."""
     rated = ratings(record, now=now, half_life_s=half_life_s)
     pardoned = excused(record)
@@ -154,6 +182,7 @@ def as_json(record: Record, now: float, half_life_s: float) -> dict[str, Any]:
                 "name": node,
                 "score": round(rated.get(node, Rating()).score, 3),
                 "avoided": node in rated,
+                "closed": closed.get(node, ""),
                 "failures": [
                     {
                         "kind": failure.kind.value,
@@ -162,10 +191,10 @@ def as_json(record: Record, now: float, half_life_s: float) -> dict[str, Any]:
                         "at": failure.at,
                         "counts": failure not in pardoned,
                     }
-                    for failure in reversed(record[node])
+                    for failure in reversed(record.get(node, ()))
                 ],
             }
-            for node in _by_score(record, rated)
+            for node in _by_score({**dict.fromkeys(closed, ()), **record}, rated)
         ],
     }
 
@@ -177,20 +206,25 @@ def lines_about(record: Record, names: Collection[str], now: float) -> Iterator[
         yield f"{node}: {'; '.join(_failures(record[node], pardoned, now))}"
 
 
-def nodes_view(record: Record, now: float, half_life_s: float) -> RenderableType:
-    """A table of the nodes that have failed, the worst first."""
-    if not record:
+def nodes_view(
+    record: Record, now: float, half_life_s: float, closed: Mapping[str, str]
+) -> RenderableType:
+    """A table of the nodes that have failed, the worst first, and of those that are `closed`."""
+    if not record and not closed:
         return Text("no failure of any node is remembered")
     rated = ratings(record, now=now, half_life_s=half_life_s)
     pardoned = excused(record)
     table = make_table("node", "score", "", "last failures")
-    for node in _by_score(record, rated):
+    for node in _by_score({**dict.fromkeys(closed, ()), **record}, rated):
         rating = rated.get(node)
+        state = Text("clean", "green") if rating is None else Text("avoided", "yellow")
+        if node in closed:
+            state = state.append(f", {closed[node]}", "red")
         table.add_row(
             Text(node),
             "-" if rating is None else f"{rating.score:.2f}",
-            Text("clean", "green") if rating is None else Text("avoided", "yellow"),
-            Text("\n".join(_failures(record[node], pardoned, now))),
+            state,
+            Text("\n".join(_failures(record.get(node, ()), pardoned, now))),
         )
     hours = half_life_s / 3600.0
     note = (

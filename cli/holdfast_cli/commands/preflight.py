@@ -23,10 +23,14 @@ STYLES: Mapping[str, str] = {
 
 def preflight(options: argparse.Namespace) -> int:
     """Carry out `holdfast preflight`; returns the exit code."""
-    from holdfast.node_checks import NodeChecks, failures_in_words  # noqa: PLC0415
+    from holdfast.node_checks import (  # noqa: PLC0415
+        NodeChecks,
+        daemon_of_environment,
+        failures_in_words,
+    )
 
     with Console(stderr=True).status("checking this node, which takes a few seconds ..."):
-        results = NodeChecks().results()
+        results = NodeChecks(daemon_of_environment()).results()
     failures = failures_in_words(results)
     if options.json:
         print(json.dumps([asdict(result) for result in results], indent=1))

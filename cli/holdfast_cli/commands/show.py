@@ -137,6 +137,8 @@ def status_view(
         parts.append(Text(f"started from {line}: {local.line_reason}", style="dim"))
     for straggler in status.get("stragglers") or []:
         parts.append(Text(f"SLOW: {straggler.get('text', '')}", style="yellow"))
+    for link in status.get("slowLinks") or []:
+        parts.append(Text(f"SLOW: {link.get('text', '')}", style="yellow"))
     if corruption := status.get("lastCorruption") or {}:
         found, epoch = corruption.get("text", ""), corruption.get("epoch")
         if is_new_corruption(status):

@@ -182,7 +182,8 @@ def _attention(status: Object) -> Iterator[str]:
         kind, word, message = (condition.get(key) for key in ("type", "status", "message"))
         if message and ((kind in _GOOD and word == "False") or (kind in _BAD and word == "True")):
             lines.append(f"{kind} is {word} ({condition.get('reason')}): {message}")
-    lines += [each["text"] for each in status.get("stragglers") or [] if each.get("text")]
+    for slow in ("stragglers", "slowLinks"):
+        lines += [each["text"] for each in status.get(slow) or [] if each.get("text")]
     if is_new_corruption(status):
         lines.append(f"replicas diverged: {status['lastCorruption'].get('text', '')}")
     if status.get("keptUntil"):

@@ -253,6 +253,22 @@ class StragglerStatus(_Part, frozen=True, kw_only=True):
     text: Annotated[str, Meta(description="all of this in words")] | None = None
 
 
+class SlowLinksStatus(_Part, frozen=True, kw_only=True):
+    """Links between nodes of the job that are slow beside its others."""
+
+    node: (
+        Annotated[
+            str,
+            Meta(
+                description="the node of which most links are slow; missing for a single link, "
+                "either of whose ends may be the cause"
+            ),
+        ]
+        | None
+    ) = None
+    text: Annotated[str, Meta(description="all of this in words")]
+
+
 class PaceStatus(_Part, frozen=True, kw_only=True):
     """How often snapshots are taken; only where the job leaves that to measurement (`auto`)."""
 
@@ -497,6 +513,19 @@ class JobStatus(_Part, frozen=True, kw_only=True):
     ) = None
     straggler_count: (
         Annotated[int, Meta(description="the number of all such ranks, if there are any")] | None
+    ) = None
+    slow_links: (
+        Annotated[
+            tuple[SlowLinksStatus, ...],
+            Meta(
+                extra={
+                    "title": "Nodes whose links are slow beside those of the job's other nodes, "
+                    "then single slow links; 16 at most."
+                },
+                extra_json_schema={"x-kubernetes-list-type": "atomic"},
+            ),
+        ]
+        | None
     ) = None
     token_loss: TokenLossStatus | None = None
     experts: ExpertsStatus | None = None

@@ -48,6 +48,8 @@ SUSPECT_RATE = Rate(per_s=5.0, burst=20)
 """Suspicions of one job: each causes a snapshot to be verified."""
 FETCH_RATE = Rate(per_s=500.0, burst=2000)
 """Manifests that the peers of one job request: a few for each rank and generation."""
+LINKS_RATE = Rate(per_s=20.0, burst=200)
+"""Measurements of links that the peers of one job request: each a few, when its launcher starts."""
 
 
 class Accounts:

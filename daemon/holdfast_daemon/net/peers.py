@@ -21,12 +21,14 @@ from holdfast_core.errors import (
     StaleEpochError,
     UnreachableError,
 )
+from holdfast_core.links import MeasuredLinks, links_of
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member
 from holdfast_daemon.engine.effects import Effect, Send, SendDirective, SendReport, SendSuspect
 from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.limits.rates import (
     FETCH_RATE,
+    LINKS_RATE,
     PEER_RATE,
     STRANGERS,
     SUSPECT_RATE,
@@ -34,9 +36,10 @@ from holdfast_daemon.limits.rates import (
     Rate,
 )
 from holdfast_daemon.limits.refusals import Context, refuse
-from holdfast_protos import codec, peer_pb2, peer_pb2_grpc
+from holdfast_protos import codec, peer_pb2, peer_pb2_grpc, values_pb2
 from holdfast_protos.connections import channels
 from holdfast_protos.connections.identity import Identity, Role, aio_channel, channel
+from holdfast_protos.links import links_from_proto, links_to_proto
 
 SEND_TIMEOUT_S = 2.0
 FETCH_TIMEOUT_S = 5.0
@@ -137,10 +140,12 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     def __init__(
         self,
         host_of: Callable[[str], JobHost | None],
+        links: Callable[[str, int], MeasuredLinks],
         limited: Callable[[], None] = lambda: None,
     ) -> None:
-        """`limited` counts the calls that are refused because they come too fast."""
-        self._host_of = host_of
+        """`links` are this daemon's newest measurements of (job, epoch); `limited` counts the calls
+        that are refused because they come too fast."""
+        self._host_of, self._links = host_of, links
         self._accounts = Accounts(time.monotonic, limited)
 
     async def Report(self, request: peer_pb2.ReportMessage, context: Context) -> peer_pb2.PeerReply:
@@ -210,9 +215,16 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         manifest, layout = description or (b"", b"")
         return peer_pb2.FetchManifestReply(manifest=manifest, layout=layout)
 
+    async def Links(
+        self, request: peer_pb2.LinksRequest, context: Context
+    ) -> values_pb2.MeasuredLinks:
+        await self._admit(context, request.job, LINKS_RATE, "links")
+        return links_to_proto(self._links(request.job, request.epoch))
 
-class ManifestFetcher:
-    """`parity.group.PeerClient` over gRPC, for the threads that build and rebuild."""
+
+class PeerReader:
+    """Asks other daemons, for threads: `parity.group.PeerClient` over gRPC, and their measurements
+    of links."""
 
     def __init__(self, identity: Identity | None = None) -> None:
         self._identity = identity
@@ -236,6 +248,20 @@ class ManifestFetcher:
         except grpc.RpcError as error:
             raise _translated(error, member) from error
         return reply.manifest, reply.layout
+
+    def fetch_links(self, member: Member, job: str, epoch: int) -> MeasuredLinks:
+        """The newest measurements of another daemon.
+
+        Raises:
+            UnreachableError, RateLimitedError.
+        """
+        peer = peer_pb2_grpc.PeerStub(self._channel(member.peer_address))
+        request = peer_pb2.LinksRequest(job=job, epoch=epoch)
+        try:
+            reply = peer.Links(request, timeout=SEND_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise _translated(error, member) from error
+        return links_of(links_from_proto(reply), member.index)
 
     def close(self) -> None:
         with self._lock:

@@ -28,6 +28,7 @@ from holdfast_core.errors import (
     UnreachableError,
     known_code,
 )
+from holdfast_core.links import LinkVerdict
 from holdfast_core.protection.codes import code_of
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.states import EndReason, RestorePhase, RestoreSource
@@ -87,7 +88,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         status: Callable[[], dict[str, Any]],
         authenticator: Authenticator,
         metrics: DaemonMetrics,
+        check_links: Callable[[str], Awaitable[LinkVerdict]],
     ) -> None:
+        self._check_links = check_links
         self._host_of, self._hosts, self._ended = host_of, hosts, ended
         self._agents = agents
         self._claims = claims
@@ -506,6 +509,16 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         )
         host.carry_out(effects)
         return trainer_pb2.TrainedReply()
+
+    @_translating
+    async def CheckLinks(self, request: trainer_pb2.CheckLinksRequest, context: Any) -> Any:
+        found = await self._check_links(request.job)
+        return trainer_pb2.CheckLinksReply(
+            failure=found.failure,
+            notice=found.notice,
+            not_checked=found.not_checked,
+            found=found.found,
+        )
 
     @_translating
     async def Persist(self, request: trainer_pb2.PersistRequest, context: Any) -> Any:

@@ -62,6 +62,22 @@ class BulkStream:
         self._left_bytes -= len(view)
         self._client.count(len(view))
 
+    def read_some(self, view: memoryview) -> int:
+        """Fill the beginning of `view` with what has come, and return how many bytes that is: one
+        at least. For those who cannot wait until `view` is full.
+
+        Raises:
+            UnreachableError: the peer went away, or sent nothing for the client's `timeout_s`.
+        """
+        assert 0 < len(view) <= self._left_bytes, "more bytes read than were asked for"
+        try:
+            count = self._wire.receive_some(view)
+        except OSError as error:
+            raise UnreachableError(f"bulk stream from {self._address}: {error}") from error
+        self._left_bytes -= count
+        self._client.count(count)
+        return count
+
     def close(self) -> None:
         """Give the connection back, or close it if its reply was not read to the end."""
         self._client.release(self._address, self._wire, reusable=self._left_bytes == 0)

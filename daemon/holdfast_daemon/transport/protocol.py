@@ -16,11 +16,13 @@ checksum here: the receiver verifies them against the manifest (invariant 1).
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -35,6 +37,8 @@ MESSAGE_BYTES_MAX = 1024
 CHANGE_BYTES_MAX = 1 << 60
 """Largest change: more than any snapshot has, and its reply's length, with the digests of the
 pieces, still fits its field."""
+PROBE_BYTES_MAX = 2 << 20
+"""Largest probe: enough to show the rate of a link, and too few to be in anybody's way."""
 STATUS_OK = 0
 STATUS_ERROR = 1
 
@@ -56,12 +60,14 @@ class Kind(IntEnum):
     """A rank's snapshot XOR an older snapshot of it, the shorter one extended with zeros; `index`
     is the rank. Every piece is followed by its xxh3-64, 8 bytes little-endian: the receiver has no
     other means to verify it."""
+    PROBE = 4
+    """The first bytes of `probe_bytes`, which both sides know: they measure the link."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Request for bytes [offset, offset + nbytes) of a snapshot's payload, a parity block or a
-    change."""
+    """Request for bytes [offset, offset + nbytes) of a snapshot's payload, a parity block, a change
+    or a probe."""
 
     job: str
     epoch: int
@@ -105,7 +111,13 @@ class Resolver(Protocol):
         """Find the bytes of a snapshot or a parity block."""
 
     def change(self, request: Request) -> Iterator[bytes]:
-        """The reply to a request for a change, part by part."""
+        """The reply to a request for a change or a probe, part by part."""
+
+
+@cache
+def probe_bytes() -> bytes:
+    """`PROBE_BYTES_MAX` bytes that look random and are the same everywhere."""
+    return hashlib.shake_256(b"holdfast link").digest(PROBE_BYTES_MAX)
 
 
 def encode_request(request: Request) -> bytes:
@@ -153,6 +165,8 @@ def decode_request(head: bytes, job: bytes) -> Request:
         raise ProtocolError(
             f"a change at byte {offset}, which is not a multiple of its pieces' {piece_bytes} bytes"
         )
+    if kind == Kind.PROBE and (offset or nbytes > PROBE_BYTES_MAX):
+        raise ProtocolError(f"a probe of {nbytes} bytes at {offset}, not of {PROBE_BYTES_MAX} at 0")
     if kind == Kind.CHANGE and nbytes > CHANGE_BYTES_MAX:
         raise ProtocolError(f"a change of {nbytes} bytes, more than any snapshot has")
     try:

@@ -211,8 +211,8 @@ class BulkServer:
         return request
 
     def _answer(self, wire: Connection, request: Request) -> None:
-        if request.kind is Kind.CHANGE:
-            self._answer_change(wire, request)
+        if request.kind in (Kind.CHANGE, Kind.PROBE):
+            self._answer_in_parts(wire, request)
             return
         try:
             located = self._resolver.locate(request)
@@ -232,7 +232,7 @@ class BulkServer:
         finally:
             os.close(descriptor)
 
-    def _answer_change(self, wire: Connection, request: Request) -> None:
+    def _answer_in_parts(self, wire: Connection, request: Request) -> None:
         try:
             parts = self._resolver.change(request)
             first = next(parts, b"")  # a request that cannot be answered fails here
@@ -246,7 +246,7 @@ class BulkServer:
                 with self._lock:
                     self.sent_bytes += len(part)
         except HoldfastError as error:  # too late for an error: the peer lacks bytes and asks again
-            raise OSError(f"a change could not be sent: {error}") from error
+            raise OSError(f"a reply could not be sent whole: {error}") from error
 
     def _send(self, wire: Connection, descriptor: int, offset: int, nbytes: int) -> None:
         while nbytes:

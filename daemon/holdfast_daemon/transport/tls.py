@@ -49,6 +49,9 @@ class Connection(Protocol):
     def receive(self, view: memoryview) -> None:
         """Fill `view`."""
 
+    def receive_some(self, view: memoryview) -> int:
+        """Fill the beginning of `view` with what has come; returns how many bytes, never 0."""
+
     def send(self, data: bytes, *, more: bool = False) -> None:
         """Send all of `data`; `more`: further bytes follow at once."""
 
@@ -68,6 +71,12 @@ class PlainConnection:
 
     def receive(self, view: memoryview) -> None:
         receive(self._connection, view)
+
+    def receive_some(self, view: memoryview) -> int:
+        try:
+            return _some(self._connection.recv_into(view))
+        except BlockingIOError as error:  # the kernel's time limit
+            raise TimeoutError("no bytes arrived in time") from error
 
     def send(self, data: bytes, *, more: bool = False) -> None:
         self._connection.sendall(data, socket.MSG_MORE if more else 0)
@@ -90,10 +99,10 @@ class EncryptedConnection:
 
     def receive(self, view: memoryview) -> None:
         while len(view):
-            count = self._tls.recv_into(view)
-            if count == 0:
-                raise ConnectionResetError("the connection ended")
-            view = view[count:]
+            view = view[self.receive_some(view) :]
+
+    def receive_some(self, view: memoryview) -> int:
+        return _some(self._tls.recv_into(view))
 
     def send(self, data: bytes, *, more: bool = False) -> None:
         del more
@@ -205,6 +214,12 @@ class ConnectionFactory:
         except BaseException:
             handle.close()
             raise
+
+
+def _some(count: int) -> int:
+    if count == 0:
+        raise ConnectionResetError("the connection ended")
+    return count
 
 
 def _check_names(tls: ssl.SSLSocket, wanted: str) -> None:

@@ -21,6 +21,7 @@ from holdfast_protos import codec, control_pb2, values_pb2
 from holdfast_protos.divergences import divergence_from_proto
 from holdfast_protos.expert_plans import plan_from_proto
 from holdfast_protos.inspections import processes_from_proto
+from holdfast_protos.links import links_from_proto
 from holdfast_protos.losses import loss_from_proto
 from holdfast_protos.step_times import times_from_proto
 
@@ -91,6 +92,7 @@ def job_view(state: control_pb2.JobState) -> JobView:
         loss=loss_from_proto(state.loss) if state.HasField("loss") else None,
         plan=plan_from_proto(state.plan) if state.HasField("plan") else None,
         inspection=_inspection(state.inspection) if state.HasField("inspection") else None,
+        links=links_from_proto(state.links),
     )
 
 

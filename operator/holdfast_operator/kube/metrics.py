@@ -64,6 +64,11 @@ DEFINITIONS: tuple[Definition, ...] = (
     _gauge(
         "job_stragglers", "Ranks for which the others of their job wait in each step.", *JOB_LABELS
     ),
+    _gauge(
+        "job_slow_links",
+        "Nodes of a job whose links are slow beside those of its others, and single slow links.",
+        *JOB_LABELS,
+    ),
     _gauge("job_divergences", "How often replicas of a job have diverged so far.", *JOB_LABELS),
     _gauge(
         "oldest_look_seconds",

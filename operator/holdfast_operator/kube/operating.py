@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from holdfast_core.node_failures import CLEAN, Rating
+from holdfast_core.suspect_nodes import SuspectPolicy
 from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.client.api import Api
 from holdfast_operator.kube.client.endpoints import Endpoints, endpoint_slice
@@ -36,12 +37,14 @@ from holdfast_operator.kube.cluster.daemons import (
     TemplateRevision,
     read_daemon,
     read_revision,
+    with_daemon,
     without_daemon,
 )
 from holdfast_operator.kube.cluster.node_record import NodeRecord
 from holdfast_operator.kube.cluster.nodes import KubeNode, read_node
 from holdfast_operator.kube.cluster.notices import NOTICES
 from holdfast_operator.kube.cluster.room import PlacedPod, Room, read_placed
+from holdfast_operator.kube.cluster.suspects import SuspectNodes
 from holdfast_operator.kube.health import Health
 from holdfast_operator.kube.job.fleet import Fleet
 from holdfast_operator.kube.job.handlers import carry_jobs
@@ -230,6 +233,8 @@ class OperatorReplica:
                         await watch.synced.wait()
             self._fleet.begin(self._world())
             tasks.append(asyncio.create_task(self._fleet.run()))
+            if (suspects := self._suspect_nodes()) is not None:
+                tasks.append(asyncio.create_task(suspects.run()))
             stack.push_async_callback(self._recorder.flush, LAST_EVENTS_S)
             carrying = carry_jobs(
                 self._api, self._fleet, namespaces=options.watch_namespaces, begun=self._begun
@@ -290,6 +295,19 @@ class OperatorReplica:
             watch_namespaces=self._options.watch_namespaces,
             outdated=self._renewing.condition,
             status_s=self._fleet.status_s,
+        )
+
+    def _suspect_nodes(self) -> SuspectNodes | None:
+        """What is done to nodes that fail again and again; None when nothing is."""
+        if self._node_record is None or self._options.suspect_nodes is SuspectPolicy.NONE:
+            return None
+        return SuspectNodes(
+            self._api,
+            self._options.suspect_nodes,
+            self._node_record,
+            nodes=lambda: self._nodes.all().values(),
+            training=lambda: with_daemon(self._daemon_cache.all().values(), self._server.nodes()),
+            post=self._recorder.post,
         )
 
     def _rating(self, node: str) -> Rating:

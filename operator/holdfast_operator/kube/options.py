@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.locations import NAMESPACE, StorageLocation, read_location
+from holdfast_core.suspect_nodes import SuspectPolicy
 from holdfast_operator.kube.pods.manifests import TrainerVolume
 from holdfast_protos.command_line import add_version
 from holdfast_protos.connections.identity import add_options
@@ -64,6 +65,8 @@ class Options:
     """More taints and conditions that announce the end of a node."""
     node_record: str
     """Name of the ConfigMap with the failures of nodes; empty to remember none."""
+    suspect_nodes: SuspectPolicy
+    """What to do to nodes that fail again and again."""
     storage_locations: tuple[StorageLocation, ...]
     """Locations that jobs may persist to; empty for none."""
     tls: str
@@ -132,6 +135,8 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         if not value:
             variable = "POD_NAME" if flag == "--identity" else "POD_IP"
             parser.error(f"{flag} is missing: give it, or set {variable}")
+    if found.suspect_nodes is not SuspectPolicy.NONE and not found.node_record:
+        parser.error("--suspect-nodes needs the failures of nodes: give --node-record as well")
     found.notice = tuple(found.notice)
     found.watch_namespaces = tuple(sorted({name for name in found.watch_namespaces if name}))
     found.storage_locations = tuple(found.storage_locations)
@@ -182,6 +187,14 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a ConfigMap in the namespace of Holdfast, which exists, for the failures of nodes: "
         "members go to nodes that have failed less; default: none are remembered",
+    )
+    add(
+        "--suspect-nodes",
+        type=SuspectPolicy,
+        default=SuspectPolicy.NONE,
+        choices=list(SuspectPolicy),
+        help="whether to taint or cordon nodes that fail again and again, at most one in ten, "
+        "until their failures have faded; needs --node-record (default: %(default)s)",
     )
 
 

@@ -63,6 +63,7 @@ from holdfast_operator.reconciler.failures.deadlines import (
 from holdfast_operator.reconciler.failures.keeping import free_when_due, resume_failed
 from holdfast_operator.reconciler.failures.notices import ask_for_copy
 from holdfast_operator.reconciler.failures.replays import replay_in_words
+from holdfast_operator.reconciler.failures.slow_links import note_links
 from holdfast_operator.reconciler.failures.straggling import note_stragglers
 from holdfast_operator.reconciler.failures.trainer_failures import note_first_step
 from holdfast_operator.reconciler.failures.unprotected import note_unprotected
@@ -528,6 +529,7 @@ _RULES = (
     _fail_without_line,
     pass_stored_epochs,
     note_stragglers,
+    note_links,
     recover,
     grow,
     _tend,

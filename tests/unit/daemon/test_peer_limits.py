@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from member_engines import engine_of, membership_of
 
+from holdfast_core.links import MeasuredLinks
 from holdfast_core.snapshots.reports import MemberReport
 from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.limits import rates
@@ -39,7 +40,11 @@ def _service(engine: JobEngine, limited: list[int]) -> PeerService:
         carry_out=lambda effects: None,
         storage=SimpleNamespace(describe=lambda rank, generation: None),
     )
-    return PeerService(lambda job: host if job == JOB else None, lambda: limited.append(1))
+    return PeerService(
+        lambda job: host if job == JOB else None,
+        lambda job, epoch: MeasuredLinks(),
+        lambda: limited.append(1),
+    )
 
 
 def _report(member: int) -> peer_pb2.ReportMessage:

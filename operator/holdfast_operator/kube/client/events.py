@@ -18,6 +18,7 @@ from holdfast_operator.reconciler.observe.views import EVENT_BYTES_MAX, Event
 _log = logging.getLogger(__name__)
 
 CONTROLLER = "holdfast.dev/operator"
+DEFAULT_NAMESPACE = "default"
 WAITING_MAX = 1000
 REPEAT_S = 300.0
 """Seconds for which an event is not posted again with the same reason and message about the same
@@ -50,7 +51,8 @@ class Recorder:
         self._posted_at: OrderedDict[tuple[str, str, str], float] = OrderedDict()
 
     def post(self, about: Object, event: Event) -> None:
-        """Queue `event` about an object: a job, unless the object has another `kind`."""
+        """Queue `event` about an object: a job, unless the object has another `kind`. Events about
+        objects without a namespace are in the default one, as those of the kubelet are."""
         metadata = about["metadata"]
         key = (metadata["uid"], event.reason, event.message)
         now = self._clock()
@@ -61,7 +63,7 @@ class Recorder:
             self._posted_at.popitem(last=False)
         body = self._body(about, event)
         try:
-            self._queue.put_nowait((metadata["namespace"], body))
+            self._queue.put_nowait((body["metadata"]["namespace"], body))
         except asyncio.QueueFull:
             self._on_drop()
 
@@ -92,7 +94,7 @@ class Recorder:
             "kind": "Event",
             "metadata": {
                 "name": f"{metadata['name']}.{secrets.token_hex(8)}",
-                "namespace": metadata["namespace"],
+                "namespace": metadata["namespace"] or DEFAULT_NAMESPACE,
             },
             "eventTime": micro_timestamp(self._wall()),
             "reportingController": CONTROLLER,

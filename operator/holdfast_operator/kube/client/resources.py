@@ -11,6 +11,12 @@ JOB_LABEL, MEMBER_LABEL, ATTEMPT_LABEL = f"{GROUP}/job", f"{GROUP}/member", f"{G
 """Labels of the pods of trainers."""
 CSI_DRIVER = GROUP
 """Name of the daemons' CSI driver."""
+SUSPECT = f"{GROUP}/suspect"
+"""Key of the taint of nodes that fail again and again, and of the annotation that says what
+Holdfast has done to them."""
+TOLERATION = {"key": SUSPECT, "operator": "Exists", "effect": "NoSchedule"}
+"""What pods of Holdfast tolerate: members prefer other nodes, and take such a one if there is no
+other, or if their memory is there."""
 
 
 @dataclass(frozen=True, slots=True)

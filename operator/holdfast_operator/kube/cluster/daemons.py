@@ -101,9 +101,13 @@ def without_daemon(
     """Nodes that should have a daemon, as its pod or an earlier connection shows, and whose daemon
     is not connected. Nodes that have left the cluster do not count."""
     here = {node.name for node in nodes}
-    wanted = {pod.node for pod in pods} | known.keys()
     connected = {name for name, view in known.items() if view.connected}
-    return frozenset((wanted & here) - connected)
+    return frozenset((with_daemon(pods, known) & here) - connected)
+
+
+def with_daemon(pods: Iterable[DaemonPod], known: Mapping[str, NodeView]) -> frozenset[str]:
+    """Nodes that should have a daemon, as its pod or an earlier connection shows."""
+    return frozenset({pod.node for pod in pods} | known.keys())
 
 
 class Daemons:

@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +28,7 @@ from holdfast_core.node_failures import (
     from_document,
     to_document,
 )
+from holdfast_core.suspect_nodes import suspicions
 from holdfast_operator.kube.client.api import CONFLICT, ApiError, KubeApi, Object
 from holdfast_operator.kube.client.resources import CONFIG_MAPS, GROUP
 
@@ -84,6 +85,9 @@ class NodeRecord:
         self._memory = NodeMemory()
         self._noted = asyncio.Event()
         self._said = ""
+        self.is_read = False
+        """Whether the ConfigMap has been read. Before that, nothing is known of earlier
+        failures."""
 
     def note(self, failures: Iterable[tuple[str, NodeFailure]]) -> None:
         """Remember failures, each with its node, and write them soon."""
@@ -97,6 +101,11 @@ class NodeRecord:
     def failed_nodes(self) -> int:
         """Number of nodes that are not clean."""
         return len(self._memory.ratings(self._wall()))
+
+    def suspicions(self) -> Mapping[str, Rating]:
+        """What speaks for closing a node to new pods (`suspect_nodes`), by its name."""
+        now = self._wall()
+        return suspicions(self._memory.record(now), now=now, half_life_s=self._memory.half_life_s)
 
     async def run(self) -> None:
         """Read and write the ConfigMap until cancelled."""
@@ -128,6 +137,7 @@ class NodeRecord:
         self._memory.half_life_s = half_life_s(body)
         record, problems = read_record(body, self._wall())
         self._memory.see(record)
+        self.is_read = True
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         self._say(f"ignoring what is no record: {problems[0]}{more}" if problems else "")
 

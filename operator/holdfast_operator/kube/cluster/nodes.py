@@ -14,8 +14,10 @@ from msgspec.structs import replace
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.node_failures import CLEAN, Rating, with_problem
+from holdfast_core.suspect_nodes import Mark
 from holdfast_operator.kube.client.amounts import Amounts, amount, amounts, lacking
 from holdfast_operator.kube.client.api import Object
+from holdfast_operator.kube.client.resources import SUSPECT, TOLERATION
 from holdfast_operator.kube.cluster.notices import NOTICES, notice_of, problem_of
 from holdfast_operator.reconciler.observe.views import NodeView
 
@@ -48,6 +50,25 @@ class KubeNode:
     """Reason why the node will be taken away soon; empty when none was announced."""
     problem: str = ""
     """What its conditions say is wrong with it, in words; empty when nothing is."""
+    marked: Mark = Mark.NONE
+    """What Holdfast has done to it because it fails again and again, as its annotation says."""
+    uid: str = ""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no new pods of most jobs, for whatever reason."""
+        return self.cordoned or self.suspect or not self.ready or self.out_of_service
+
+    @property
+    def intact(self) -> bool:
+        """Whether it still has the taint or the cordon that its mark says."""
+        is_tainted = self.marked is Mark.TAINT and self.suspect
+        return is_tainted or (self.marked is Mark.CORDON and self.cordoned)
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it has the taint of suspect nodes."""
+        return any(taint.key == SUSPECT for taint in self.taints)
 
     @cached_property
     def out_of_service(self) -> bool:
@@ -86,7 +107,17 @@ def read_node(raw: Object, notices: Collection[str] = NOTICES) -> KubeNode:
         },
         leaving=notice_of(raw, notices),
         problem=problem_of(raw),
+        marked=marked_in(metadata),
+        uid=metadata.get("uid", ""),
     )
+
+
+def marked_in(metadata: Object) -> Mark:
+    """What Holdfast has done to a node because it fails again and again."""
+    try:
+        return Mark((metadata.get("annotations") or {}).get(SUSPECT, Mark.NONE))
+    except ValueError:  # somebody else's annotation
+        return Mark.NONE
 
 
 def wants_of(job: MoETrainingJob) -> Wants:
@@ -111,8 +142,9 @@ def unfit(node: KubeNode, wants: Wants, taken: Amounts) -> str:
         return "not ready"
     if node.cordoned:
         return "cordoned"
+    tolerations = (*wants.tolerations, TOLERATION)
     for taint in node.taints:
-        if taint.effect in _REPELLING and not any(_tolerates(t, taint) for t in wants.tolerations):
+        if taint.effect in _REPELLING and not any(_tolerates(t, taint) for t in tolerations):
             return f"taint {taint.key}"
     for key, value in wants.selector.items():
         if node.labels.get(key) != value:

@@ -202,6 +202,7 @@ class Fleet:
         metrics.replace_all("job_recoveries", {j: s.get("recoveries", 0) for j, s in of.items()})
         metrics.replace_all("job_unprotected", {j: _is_unprotected(s) for j, s in of.items()})
         metrics.replace_all("job_stragglers", {j: _slow(s) for j, s in of.items()})
+        metrics.replace_all("job_slow_links", {j: _slow_links(s) for j, s in of.items()})
         metrics.replace_all("job_divergences", {j: _diverged(s) for j, s in of.items()})
         metrics.replace_all("job_members_missing", {j: _missing(s) for j, s in of.items()})
 
@@ -241,6 +242,11 @@ def _is_short(status: Object) -> bool:
 def _slow(status: Object) -> int:
     """Number of ranks for which the others wait in each step."""
     return int(status.get("stragglerCount") or 0)
+
+
+def _slow_links(status: Object) -> int:
+    """Number of nodes with slow links, and of single slow links."""
+    return len(status.get("slowLinks") or ())
 
 
 def _diverged(status: Object) -> int:

@@ -25,6 +25,7 @@ from holdfast_core.job.status import (
     PaceStatus,
     Phase,
     ProtectionTrafficStatus,
+    SlowLinksStatus,
     StragglerStatus,
     StrengthStatus,
     TokenLossStatus,
@@ -36,6 +37,7 @@ from holdfast_core.stragglers import Straggler
 from holdfast_operator.kube.client.resources import JOB_LABEL
 from holdfast_operator.kube.client.times import ClockPair
 from holdfast_operator.reconciler.failures.keeping import kept_until
+from holdfast_operator.reconciler.failures.slow_links import in_words as slow_links_in_words
 from holdfast_operator.reconciler.failures.unprotected import is_unprotected
 from holdfast_operator.reconciler.membership.joining import joining_state
 from holdfast_operator.reconciler.membership.shrinking import Strength, strength
@@ -73,6 +75,8 @@ ATTEMPTS = "attempts"
 pod is used again."""
 RECOVERIES_SHOWN = 10
 RATIO_DIGITS = 6
+LINKS_SHOWN = 16
+"""Nodes and links that a status names as slow."""
 STRAGGLERS_SHOWN = 16
 STRAGGLER_DIGITS = 2
 PROBLEM_CHARACTERS_MAX = 1024
@@ -107,7 +111,6 @@ def status_of(
     generation = job.metadata.generation
     started = previous.get("startedAt") or (clocks.text(now) if membership is not None else None)
     traffic = traffic_of(observed, membership)
-    kept = kept_until(job, state)
     slow = _slow_ranks(observed, state) if phase is Phase.RUNNING else ()
     return _document(
         JobStatus(
@@ -125,8 +128,8 @@ def status_of(
             recoveries=state.recoveries,
             recovery_mode=recovery_mode(observed, membership),
             started_at=started,
-            ended_at=None if state.ended_at is None else clocks.text(state.ended_at),
-            kept_until=None if kept is None else clocks.text(kept),
+            ended_at=_time(clocks, state.ended_at),
+            kept_until=_time(clocks, kept_until(job, state)),
             problem=_problem(decision, phase)[:PROBLEM_CHARACTERS_MAX] or None,
             observed_generation=generation,
             selector=f"{JOB_LABEL}={job.metadata.name}",
@@ -140,6 +143,7 @@ def status_of(
             last_recoveries=tuple(each.status for each in recoveries[-RECOVERIES_SHOWN:]),
             stragglers=_stragglers(membership, slow),
             straggler_count=len(slow) or None,
+            slow_links=_slow_links(state, phase),
             token_loss=None if state.losses is None else _token_loss(state.losses),
             experts=None if state.plan is None else _experts(state.plan),
             pace=_pace(measured_pace(job, observed, membership)),
@@ -314,6 +318,10 @@ def _joining(
     return tuple(members) or None
 
 
+def _time(clocks: ClockPair, at: float | None) -> str | None:
+    return None if at is None else clocks.text(at)
+
+
 def _failure(failure: TrainerFailure) -> FailureStatus:
     return FailureStatus(
         text=failure.text,
@@ -368,6 +376,21 @@ def _stragglers(
                 text=straggler_in_words(membership, each),
             )
         )
+    return tuple(found) or None
+
+
+def _slow_links(state: ControlState, phase: Phase) -> tuple[SlowLinksStatus, ...] | None:
+    """The links that are slow in the present epoch of a job that runs; None without any."""
+    membership, watch = state.membership, state.links
+    if phase is not Phase.RUNNING or membership is None or watch.epoch != membership.epoch:
+        return None
+    found = [
+        SlowLinksStatus(
+            node=membership.member(each.members[0]).node if each.peers else None,
+            text=slow_links_in_words(membership, each),
+        )
+        for each in watch.slow[:LINKS_SHOWN]
+    ]
     return tuple(found) or None
 
 

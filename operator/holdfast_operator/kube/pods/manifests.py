@@ -24,6 +24,7 @@ from holdfast_operator.kube.client.resources import (
     ROLES,
     SERVICE_ACCOUNTS,
     SERVICES,
+    TOLERATION,
     Resource,
 )
 from holdfast_operator.kube.pods.containers import (
@@ -123,6 +124,7 @@ def pod_manifest(
     if gang.scheduler_name:
         spec.setdefault("schedulerName", gang.scheduler_name)
     _pin(spec, node)
+    spec["tolerations"] = [*(spec.get("tolerations") or []), TOLERATION]
     access = _ACCESS[volume]
     _launch(job, trainer, node, access.token_file, _grace_options(spec))
     _mount(spec, trainer, access)

@@ -23,6 +23,7 @@ from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.hang_limits import StepPauses
 from holdfast_core.inspections import InspectedProcess
 from holdfast_core.job.status import ConditionStatus
+from holdfast_core.links import LinkWatch, MeasuredLinks
 from holdfast_core.node_failures import CLEAN, FailureKind, NodeFailure, Rating, mark_of
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
@@ -147,6 +148,8 @@ class JobView(Struct, frozen=True, kw_only=True, gc=False):
     """Expert plan of its ranks that have a session in this epoch; None without uneven copies."""
     inspection: InspectionView | None = None
     """None when its processes were not inspected in this epoch."""
+    links: MeasuredLinks = MeasuredLinks()
+    """Its newest measurements of links to other members. They name no member of their own."""
 
 
 class NodeView(Struct, frozen=True, kw_only=True, gc=False):
@@ -460,6 +463,8 @@ class EventReason(StrEnum):
     HANG_PASSED = "HangPassed"
     STRAGGLER = "Straggler"
     STRAGGLER_PASSED = "StragglerPassed"
+    SLOW_LINKS = "SlowLinks"
+    SLOW_LINKS_PASSED = "SlowLinksPassed"
     CORRUPTION = "Corruption"
     NO_REPLACEMENT = "NoReplacement"
     JOINED = "Joined"
@@ -547,6 +552,8 @@ class ControlState(Counters):
     """Newest inspection; None since training was last seen to get on."""
     straggling: StragglerWatch = field(default_factory=StragglerWatch)
     """What is known of slow ranks in this epoch. Evidence: a new control loop begins anew."""
+    links: LinkWatch = field(default_factory=LinkWatch)
+    """What is known of slow links in this epoch. Evidence, likewise."""
     pauses: StepPauses = field(default_factory=StepPauses)
     """Pauses between steps. Evidence: a new control loop begins anew."""
     codes_awaited_since: float | None = None

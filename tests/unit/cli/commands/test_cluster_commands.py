@@ -506,6 +506,32 @@ def test_nodes_that_have_failed_are_listed_with_the_half_life_of_the_cluster(
     assert server.changes == []
 
 
+def test_nodes_that_the_operator_has_closed_are_marked(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded(server)
+    mark, ready = "holdfast.dev/suspect", {"conditions": [{"type": "Ready", "status": "True"}]}
+    marked = {
+        "n3": ({mark: "Cordon"}, {"unschedulable": True}),
+        "n7": ({mark: "Taint"}, {"taints": [{"key": mark, "effect": "NoSchedule"}]}),
+        "n9": ({}, {"unschedulable": True}),
+    }
+    items = [
+        {"metadata": {"name": name, "annotations": notes}, "spec": spec, "status": ready}
+        for name, (notes, spec) in marked.items()
+    ]
+    server.objects["/api/v1/nodes"] = {"items": items, "metadata": {}}
+    assert main(["nodes", "--context", "c", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["nodes"]
+    assert [(each["name"], each["closed"]) for each in found] == [
+        ("n7", "tainted"),
+        ("n9", ""),
+        ("n3", "cordoned"),
+    ]
+    assert main(["nodes", "--context", "c"]) == 0
+    assert "avoided, tainted" in capsys.readouterr().out
+
+
 def test_a_repaired_node_is_forgotten_although_the_operator_writes_too(
     server: ApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

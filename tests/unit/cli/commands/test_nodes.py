@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,13 @@ def failure(
     )
 
 
-def shown(record: Record, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def shown(
+    record: Record,
+    capsys: pytest.CaptureFixture[str],
+    closed: Mapping[str, str] | None = None,
+) -> list[str]:
     """Lines that are shown, with single spaces."""
-    Console(width=140).print(nodes_view(record, NOW, HALF_LIFE_S))
+    Console(width=140).print(nodes_view(record, NOW, HALF_LIFE_S, closed or {}))
     return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 

@@ -23,6 +23,9 @@ def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
     results = FOUND[: request.param]
 
     class Found:
+        def __init__(self, daemon: object) -> None:
+            assert daemon is None
+
         def results(self) -> list[Result]:
             return results
 

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from holdfast_core.errors import UnauthenticatedError
+from holdfast_core.links import LinkVerdict
 from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.limits.rates import JOB_RATE, REFUSAL_RATE
 from holdfast_daemon.metrics import DaemonMetrics
@@ -49,6 +50,10 @@ class _Context:
         raise _Aborted(code.name)
 
 
+async def _no_links(job: str) -> LinkVerdict:
+    return LinkVerdict()
+
+
 def _service(metrics: DaemonMetrics) -> TrainerService:
     """The service of a node that has the job, but no state of it: a call that is let in fails."""
     return TrainerService(
@@ -62,6 +67,7 @@ def _service(metrics: DaemonMetrics) -> TrainerService:
         status=lambda: {"jobs": {}},
         authenticator=TokenAuthenticator(_Reviewer(), time.monotonic, time.time),
         metrics=metrics,
+        check_links=_no_links,
     )
 
 

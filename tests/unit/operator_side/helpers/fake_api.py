@@ -69,22 +69,22 @@ class FakeApi(KubeApi):
         body: Object,
         subresource: str = "",
     ) -> Object:
-        """Patch an object's metadata, or its status. An object that is being deleted goes with its
-        last finalizer."""
+        """Patch an object, or its status. An object that is being deleted goes with its last
+        finalizer."""
         self._note(f"patch {subresource}".strip(), resource, name)
         found = self._find(resource, namespace, name)
+        version = body.get("metadata", {}).get("resourceVersion")
+        if version not in (None, found["metadata"]["resourceVersion"]):
+            raise ApiError("changed meanwhile", status=CONFLICT, reason="Conflict")
         if subresource:
-            version = body.get("metadata", {}).get("resourceVersion")
-            if version not in (None, found["metadata"]["resourceVersion"]):
-                raise ApiError("changed meanwhile", status=CONFLICT, reason="Conflict")
             merged = {**(found.get(subresource) or {}), **body[subresource]}
             kept = {key: value for key, value in merged.items() if value is not None}
             return self.put(resource, {**found, subresource: kept})
-        metadata = {**found["metadata"], **body["metadata"]}
-        if "deletionTimestamp" in metadata and not metadata["finalizers"]:
+        patched = _merged(found, body)
+        if "deletionTimestamp" in patched["metadata"] and not patched["metadata"]["finalizers"]:
             del self.objects[(resource.plural, namespace, name)]
             return {"kind": "Status"}
-        return self.put(resource, {**found, "metadata": metadata})
+        return self.put(resource, patched)
 
     async def delete(
         self, resource: Resource, namespace: str, name: str, *, uid: str = "", grace_s: int = -1
@@ -120,3 +120,16 @@ class FakeApi(KubeApi):
         refusal, self.refuse = self.refuse, None
         if refusal is not None:
             raise refusal
+
+
+def _merged(target: Any, patch: Any) -> Any:
+    """Merge as RFC 7386 does."""
+    if not isinstance(patch, dict):
+        return patch
+    found = dict(target) if isinstance(target, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            found.pop(key, None)
+        else:
+            found[key] = _merged(found.get(key), value)
+    return found

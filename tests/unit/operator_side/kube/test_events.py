@@ -47,6 +47,14 @@ def post(event: Event) -> Callable[[Recorder], None]:
     return lambda recorder: recorder.post(job_resource(), event)
 
 
+def test_an_event_about_a_node_is_in_the_default_namespace() -> None:
+    metadata = {"name": "n1", "uid": "node-uid", "namespace": ""}
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": metadata}
+    (event,) = Desk().posted(lambda recorder: recorder.post(node, LOST))
+    assert event["metadata"]["namespace"] == "default"
+    assert event["regarding"] == {"apiVersion": "v1", "kind": "Node", **metadata}
+
+
 def test_an_event_regards_its_job() -> None:
     (event,) = Desk().posted(post(LOST))
     assert event["regarding"]["uid"] == "job-uid"

@@ -11,6 +11,7 @@ from holdfast_operator.kube.client.resources import (
     COSCHEDULING_POD_GROUPS,
     DISRUPTION_BUDGETS,
     SERVICES,
+    TOLERATION,
     VOLCANO_POD_GROUPS,
 )
 from holdfast_operator.kube.pods.gangs import gang_parts
@@ -173,7 +174,7 @@ def test_a_template_keeps_its_own_fields() -> None:
     }
     spec = pod_manifest(make_job(template), 0, "n", 1)["spec"]
     assert spec["serviceAccountName"] == "mine"
-    assert spec["tolerations"] == [{"operator": "Exists"}]
+    assert spec["tolerations"] == [{"operator": "Exists"}, TOLERATION]
     assert spec["containers"][1] == {"name": "sidecar", "command": ["watch"]}
     env = [(entry["name"], entry.get("value")) for entry in spec["containers"][0]["env"]]
     assert env.count(("A", "1")) == 1

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from fake_api import FakeApi
 
+from holdfast_core.suspect_nodes import SuspectPolicy
 from holdfast_operator.kube.client.api import Object
 from holdfast_operator.kube.client.endpoints import Endpoints, endpoint_slice
 from holdfast_operator.kube.client.resources import ENDPOINT_SLICES, JOBS, NODES, PODS
@@ -40,6 +41,15 @@ def test_storage_locations_are_parsed_and_an_invalid_one_is_an_error(
     with pytest.raises(SystemExit):
         parse(["--storage-location", '{"prefix": "memory://x"}'], POD)
     assert "not a valid path or URI for copies" in capsys.readouterr().err
+
+
+def test_suspect_nodes_need_their_record(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["--node-record", "r"], POD).suspect_nodes is SuspectPolicy.NONE
+    given = ["--suspect-nodes", "Cordon"]
+    assert parse([*given, "--node-record", "r"], POD).suspect_nodes is SuspectPolicy.CORDON
+    with pytest.raises(SystemExit):
+        parse(given, POD)
+    assert "give --node-record as well" in capsys.readouterr().err
 
 
 def test_a_missing_option_is_an_error_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from virtual_world import WALL, Daemon, World, make_job, running
 
 from holdfast_core.inspections import InspectedProcess
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_core.node_failures import FailureKind, NodeFailure
+from holdfast_core.node_failures import CLEAN, FailureKind, NodeFailure
 from holdfast_operator.reconciler.observe.views import AgentState, JobView, NodeView
 
 DAY_S = 86400.0
@@ -195,7 +195,7 @@ def test_a_script_that_fails_alike_on_one_node_after_the_other_counts_against_no
         world.exit_rank(rank, 1, f"ValueError: rank {rank} has no data")
         world.settle(10.0)
     assert kinds(world) == {"n1": ["FailedStart"], "n2": ["FailedStart"]}
-    assert world.rating("n1") == world.rating("n2") == (0.0, "")
+    assert world.rating("n1") == world.rating("n2") == CLEAN
 
 
 def test_a_start_that_fails_on_one_node_only_counts_against_it() -> None:

@@ -184,6 +184,9 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
     def Persist(self, request: Any, context: Any) -> trainer_pb2.PersistReply:
         raise NotImplementedError
 
+    def CheckLinks(self, request: Any, context: Any) -> trainer_pb2.CheckLinksReply:
+        raise NotImplementedError
+
     def Follow(self, request: Any, context: Any) -> Iterator[trainer_pb2.World]:
         raise NotImplementedError
 

@@ -13,29 +13,39 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 from holdfast import node_checks
 from holdfast.node_checks import (
-    CHECKS,
     CheckFailedError,
+    DaemonAddress,
     NodeChecks,
     NotCheckedError,
     NoticedError,
     Outcome,
     Result,
+    all_reduce,
     check_device_memory,
     check_disk,
+    check_links,
     check_memory,
     check_processors,
     check_shared_memory,
+    checks_of,
+    daemon_of_environment,
     failures_in_words,
     known_product,
 )
+from holdfast_core.errors import UnreachableError
+from holdfast_protos import trainer_pb2, trainer_pb2_grpc
 
+EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 HOST = ("processors", "memory", "shared memory", "disk")
 Plant = Callable[[str], None]
 
@@ -56,8 +66,8 @@ def outcomes(results: list[Result]) -> dict[str, Outcome]:
 
 
 def test_a_healthy_machine_fails_no_check() -> None:
-    results = NodeChecks().results()
-    assert list(outcomes(results)) == list(CHECKS)
+    results = NodeChecks(None).results()
+    assert list(outcomes(results)) == list(checks_of(None))
     assert failures_in_words(results) == ""
     for name in HOST[:2]:
         assert outcomes(results)[name] is Outcome.PASSED
@@ -73,7 +83,7 @@ def test_a_processor_that_computes_digests_wrongly_is_found(plant: Plant) -> Non
         "    return right(data + b'!' if len(calls) == 7 else data)\n"
         "hashlib.sha256 = wrong\n"
     )
-    results = NodeChecks().results()
+    results = NodeChecks(None).results()
     assert outcomes(results)["processors"] is Outcome.FAILED
     assert "computed a wrong digest" in failures_in_words(results)
 
@@ -96,7 +106,7 @@ def test_only_an_instruction_that_ends_the_process_is_a_failed_check(
         "if sys.orig_argv[-1] == 'holdfast.node_checks':\n"
         "    shutil.disk_usage = end\n"
     )
-    *others, last = NodeChecks().results()
+    *others, last = NodeChecks(None).results()
     assert all(result.outcome is not Outcome.FAILED for result in others)
     assert last == Result("shared memory", outcome, f"the process that checks {words}")
 
@@ -104,15 +114,15 @@ def test_only_an_instruction_that_ends_the_process_is_a_failed_check(
 def test_a_check_that_never_ends_has_failed(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant("import signal\nsignal.pause()\n")
     monkeypatch.setattr(node_checks, "LIMIT_S", 0.5)
-    [result] = NodeChecks().results()
+    [result] = NodeChecks(None).results()
     assert (result.check, result.outcome) == ("processors", Outcome.FAILED)
     assert "did not end within" in result.text
 
 
 def test_what_else_is_written_is_passed_over(plant: Plant) -> None:
     plant("print('{\"check\": 1}')\nimport sys\nsys.stdout.buffer.write(b'\\xff welcome\\n')\n")
-    results = NodeChecks().results()
-    assert list(outcomes(results)) == list(CHECKS)
+    results = NodeChecks(None).results()
+    assert list(outcomes(results)) == list(checks_of(None))
 
 
 def test_processors_that_cannot_be_chosen_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +149,7 @@ def test_where_no_process_can_be_started_nothing_is_proved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    results = NodeChecks().results()
+    results = NodeChecks(None).results()
     assert [result.outcome for result in results] == [Outcome.NOT_CHECKED]
     assert failures_in_words(results) == ""
 
@@ -241,7 +251,7 @@ def test_results_are_lines_of_json_and_need_no_more_than_a_trainer_has() -> None
     command = [sys.executable, "-m", "holdfast.node_checks"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [each["check"] for each in found] == list(CHECKS)
+    assert [each["check"] for each in found] == list(checks_of(None))
 
 
 def test_by_hand_a_check_that_fails_is_an_exit_code(plant: Plant) -> None:
@@ -250,3 +260,118 @@ def test_by_hand_a_check_that_fails_is_an_exit_code(plant: Plant) -> None:
     )
     command = [sys.executable, "-m", "holdfast.node_checks"]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 1
+
+
+# --- sums over devices ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_devices_that_sum_rightly_pass() -> None:
+    assert all_reduce("gloo", 2, 60.0, 60.0) == "2 devices gave the known sum"
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "error"),
+    [
+        ("found[7] += 1", "the sum over 2 devices is wrong on 0", CheckFailedError),
+        pytest.param(
+            *("os.kill(os.getpid(), signal.SIGSEGV)", "ended with -11", NotCheckedError),
+            marks=EXHAUSTIVE,
+        ),
+        pytest.param("os._exit(1)", "ended with 1", NotCheckedError, marks=EXHAUSTIVE),
+        pytest.param(
+            "signal.pause()", "did not end within 30 s", CheckFailedError, marks=EXHAUSTIVE
+        ),
+    ],
+)
+def test_a_fault_in_a_sum_is_found_and_an_error_proves_nothing(
+    plant: Plant, fault: str, words: str, error: type[Exception]
+) -> None:
+    plant(
+        "import os, signal, sys\n"
+        "class Planting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        module = sys.modules.get('torch.distributed')\n"
+        "        if getattr(module, 'all_reduce', None) and not hasattr(module, 'planted'):\n"
+        "            right, module.planted = module.all_reduce, True\n"
+        "            def faulty(found):\n"
+        "                right(found)\n"
+        "                if module.get_rank() == 0:\n"
+        f"                    {fault}\n"
+        "            module.all_reduce = faulty\n"
+        "sys.meta_path.insert(0, Planting())\n"
+    )
+    with pytest.raises(error, match=words):
+        all_reduce("gloo", 2, 60.0, 30.0)
+
+
+def test_processes_that_do_not_begin_in_time_prove_nothing(plant: Plant) -> None:
+    plant("import sys, signal\nif '--multiprocessing-fork' in sys.argv:\n    signal.pause()\n")
+    with pytest.raises(NotCheckedError, match="0 of 2 processes began within 1 s"):
+        all_reduce("gloo", 2, 1.0, 60.0)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_time_that_processes_take_to_begin_is_no_part_of_the_sum(plant: Plant) -> None:
+    plant("import sys, time\nif '--multiprocessing-fork' in sys.argv:\n    time.sleep(31.0)\n")
+    assert all_reduce("gloo", 2, 120.0, 30.0) == "2 devices gave the known sum"
+
+
+# --- links to other nodes -------------------------------------------------------------------------
+
+
+class Daemon(trainer_pb2_grpc.TrainerServicer):
+    """A daemon that has compared the links of its node."""
+
+    def __init__(self, reply: trainer_pb2.CheckLinksReply) -> None:
+        self.reply, self.asked = reply, ""
+
+    def CheckLinks(self, request: trainer_pb2.CheckLinksRequest, context: Any) -> Any:
+        self.asked = request.job
+        return self.reply
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        ({"found": "all is fast"}, None),
+        ({"failure": "all is slow", "notice": "one, too"}, CheckFailedError),
+        ({"notice": "all is fast, but one", "found": "x"}, NoticedError),
+        ({"not_checked": "all is new"}, NotCheckedError),
+    ],
+)
+def test_the_daemon_is_asked_about_links(
+    tmp_path: Path, reply: dict[str, str], error: type[Exception] | None
+) -> None:
+    daemon = Daemon(trainer_pb2.CheckLinksReply(**reply))  # type: ignore[abstract]
+    server = grpc.server(ThreadPoolExecutor(1))
+    trainer_pb2_grpc.add_TrainerServicer_to_server(daemon, server)
+    server.add_insecure_port(f"unix:{tmp_path}/daemon.sock")
+    server.start()
+    address = DaemonAddress(socket=tmp_path / "daemon.sock", job="team.moe")
+    try:
+        if error is None:
+            assert check_links(address) == "all is fast"
+        else:
+            with pytest.raises(error, match="all is"):
+                check_links(address)
+    finally:
+        server.stop(None).wait()
+    assert daemon.asked == "team.moe"
+
+
+def test_without_a_daemon_links_are_not_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NotCheckedError):
+        check_links(None)
+    with pytest.raises(UnreachableError):
+        check_links(DaemonAddress(socket=tmp_path / "no.sock", job="team.moe"))
+    assert daemon_of_environment() is None
+    monkeypatch.setenv("HOLDFAST_SOCKET", "/run/daemon.sock")
+    assert daemon_of_environment() is None, "no job"
+    monkeypatch.setenv("HOLDFAST_JOB", "team.moe")
+    expected = DaemonAddress(socket=Path("/run/daemon.sock"), job="team.moe")
+    assert daemon_of_environment() == expected
