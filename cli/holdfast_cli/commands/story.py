@@ -184,7 +184,7 @@ def _attention(status: Object) -> Iterator[str]:
             lines.append(f"{kind} is {word} ({condition.get('reason')}): {message}")
     lines += [each["text"] for each in status.get("stragglers") or [] if each.get("text")]
     if is_new_corruption(status):
-        lines.append(f"replicas diverged: {status['lastCorruption'].get('text', '')}")
+        lines.append(f"corrupt: {status['lastCorruption'].get('text', '')}")
     if status.get("keptUntil"):
         lines.append(
             f"its snapshots stay in memory until {status['keptUntil']}: mend the cause and resume "

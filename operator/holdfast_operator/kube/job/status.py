@@ -134,6 +134,7 @@ def status_of(
             last_failure=None if state.failure is None else _failure(state.failure),
             last_corruption=None if state.corruption is None else _corruption(state.corruption),
             corruption_count=state.corruptions or None,
+            steps_not_repeated=state.steps_not_repeated or None,
             strength=_strength(strength(job, membership, len(state.joining))),
             members=_members(observed, membership, pods),
             joining=_joining(observed, state.joining, pods),

@@ -79,6 +79,24 @@ def _in_words(
         steps = format_count(found.step - found.equal_step, "step")
         last = f"they were equal after step {found.equal_step}, {steps} before"
     subject = who if known else f"one of {who}"
+    if found.proof is Proof.REEXECUTED:
+        return (
+            f"{subject} computed wrong gradients of {unit} in step {found.step}: all ranks "
+            f"computed them three times, two of which were equal on every rank, and in the third "
+            f"the difference began there"
+        )
+    if found.proof is Proof.CHANGED:
+        return (
+            f"{subject} has wrong bytes of {unit}: they changed in step {found.step} before its "
+            f"optimizer, which they had not done in steps that were checked earlier; wrong "
+            f"gradients have reached all ranks"
+        )
+    if found.proof is Proof.UNREPEATABLE:
+        return (
+            f"no step is executed again any more: training is not deterministic, or the script "
+            f"changes parameters before its optimizer. When step {found.step} was executed again, "
+            f"{who} differed in {unit}"
+        )
     verb = "have" if known and len(ranks) > 1 else "has"
     why = f"{_WHY[found.proof]}; {last}"
     return f"{subject} {verb} wrong bytes of {unit} after step {found.step}: {why}"
@@ -129,9 +147,18 @@ def to_undo(
     if last.proof is Proof.REPEATED:
         may_move = state.repeats_corruption or not is_paused
         return last if may_move and last.member is not None else None
-    if last.proof is Proof.UNDECIDED or is_paused or is_over(last, state):
+    # What was executed again in place left nothing wrong behind.
+    nothing = last.proof in (Proof.UNDECIDED, Proof.REEXECUTED)
+    if nothing or is_paused or is_over(last, state):
         return None
     return last
+
+
+def may_leave(job: MoETrainingJob, state: ControlState, now: float) -> bool:
+    """Whether a member whose rank computed wrongly may leave its node: one does in a day."""
+    undone_at = state.corruption_undone_at
+    replaces = job.spec.failure_policy.on_corruption is OnCorruption.REPLACE
+    return replaces and (undone_at is None or now - undone_at >= PAUSE_S)
 
 
 def members_to_move(

@@ -95,6 +95,8 @@ class Counters:
     corrupt_nodes: frozenset[str] = frozenset()
     """Nodes that members have left, or shall leave, because a rank had wrong bytes there. No other
     member takes them while there is another spare."""
+    steps_not_repeated: str = ""
+    """Why no step is executed again any more to find wrong ranks; empty while that may be."""
     repeats_corruption: bool = False
     """Whether they repeat the steps since that, to find out which of them was wrong."""
     recovering: bool = False

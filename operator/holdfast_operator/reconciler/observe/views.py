@@ -461,6 +461,7 @@ class EventReason(StrEnum):
     STRAGGLER = "Straggler"
     STRAGGLER_PASSED = "StragglerPassed"
     CORRUPTION = "Corruption"
+    STEPS_NOT_REPEATED = "StepsNotRepeated"
     NO_REPLACEMENT = "NoReplacement"
     JOINED = "Joined"
     JOINER_EXITED = "JoinerExited"

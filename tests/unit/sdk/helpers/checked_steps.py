@@ -1,0 +1,295 @@
+"""Ranks that train state without replicas, and execute steps again to find one that is wrong.
+
+Each rank is a process with gloo groups. One call trains several jobs, one after the other.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast
+from holdfast._agree.exchange import make_exchange
+from holdfast._elastic.session import ElasticSession
+from holdfast.testing import FakeDaemon
+from holdfast_core.corruption import Divergence
+from holdfast_core.topology import Topology
+
+WAIT_S = 30.0
+SHARE = 0.5
+FIRST = 10
+"""Step that is checked first. When the others are depends on the time that this takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A bit that flips once."""
+
+    rank: int
+    where: str
+    """`activation`, `gradient`, `reduced gradient`, `parameter` or `moment`."""
+    check: int = 1
+    """It flips in a step that is checked: the first one, or a later one."""
+    execution: int = 1
+    """In which execution of this step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained, and what goes wrong."""
+
+    kind: str
+    """`fsdp`, `tp`, `ddp` or `messages`."""
+    fault: Fault | None = None
+    noise: bool = False
+    """Whether training is not deterministic."""
+    writes: bool = False
+    """Whether the script changes a parameter before its optimizer."""
+    share: float = SHARE
+    scaled: bool = False
+    """Whether a GradScaler is used."""
+    steps: int = 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one rank ended with."""
+
+    found: Divergence | None
+    problem: str
+    """Why its saves are refused."""
+    state: list[bytes]
+    executed: list[int]
+    """Steps whose bodies ran, in their order."""
+    checked: list[int]
+    """Steps that were to be checked."""
+    drawn: list[float]
+    """The random number that each of these bodies drew."""
+
+
+class _World:
+    """The part of `World` that a session uses."""
+
+    stays = groups_stay = ended = False
+    verdict = failure = None
+    epoch = nproc = 1
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size()
+
+    def check_process(self) -> None: ...
+
+    def begin_step(self, step: int) -> None: ...
+
+    def go_back_to(self, step: int) -> None: ...
+
+    def begin_alone(self, *, held_beside: bool) -> None: ...
+
+    def exchange(self, timeout_s: float) -> Any:
+        return make_exchange(self.size, timeout_s)
+
+    def survives(self, error: Exception) -> bool:
+        del error
+        return False
+
+
+class _Pair(nn.Module):
+    """Two linear layers, between which a test can flip a bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.between: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.between(nn.functional.gelu(self.first(batch))))
+        return out
+
+
+class _Passed(torch.autograd.Function):
+    """Passes a tensor to the next rank, and its gradient back."""
+
+    @staticmethod
+    def forward(_: Any, own: torch.Tensor) -> torch.Tensor:
+        return _pass(own, 1)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return _pass(gradient, -1)
+
+
+def _pass(own: torch.Tensor, by: int) -> torch.Tensor:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    taken = torch.empty_like(own)
+    to, source = (rank + by) % ranks, (rank - by) % ranks
+    works = [dist.isend(own.contiguous(), to), dist.irecv(taken, source)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    return taken
+
+
+def _flip(tensor: torch.Tensor) -> None:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():
+        local.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 22)
+
+
+def _make(job: Job) -> tuple[_Pair, nn.Module, Topology]:
+    torch.manual_seed(0)
+    pair, ranks = _Pair(), dist.get_world_size()
+    if job.kind == "fsdp":
+        for part in (pair.first, pair.second, pair):
+            fully_shard(part)
+        return pair, pair, Topology(dp=ranks)
+    if job.kind == "tp":
+        mesh = init_device_mesh("cpu", (ranks,))
+        parallelize_module(pair, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        return pair, pair, Topology(dp=1, tp=ranks)
+    if job.kind == "ddp":
+        return pair, DistributedDataParallel(pair), Topology(dp=ranks)
+    for parameter in pair.parameters():
+        with torch.no_grad():
+            parameter.add_(0.01 * dist.get_rank())
+    return pair, pair, Topology(dp=1, pp=ranks)
+
+
+def _train(job: Job, directory: Path) -> Outcome:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    pair, model, topology = _make(job)
+    optimizer = torch.optim.AdamW(pair.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", enabled=job.scaled)
+    daemon = FakeDaemon(directory / f"{rank}", rank=rank, world_size=ranks)
+
+    def make() -> Any:
+        return holdfast.init(
+            model=model,
+            optimizer=optimizer,
+            topology=topology,
+            daemon=daemon,
+            stateful={"scaler": scaler} if job.scaled else {},
+            private=[name for name, _ in model.named_parameters()] if job.kind == "messages" else (),
+        )
+
+    session = ElasticSession(
+        _World(),  # type: ignore[arg-type]
+        make,
+        [optimizer],
+        WAIT_S,
+        model=model,
+        votes=True,
+        repeat_share=job.share,
+    )
+    executed, checked, drawn, found = list[int](), list[int](), list[float](), list[Divergence]()
+    fault = job.fault if job.fault is not None and job.fault.rank == rank else None
+    inner = session._session
+    note = inner.on_step_checked
+    inner.on_step_checked = lambda one, spoils: (found.append(one), note(one, spoils))[0]
+    for step in session.steps(job.steps, seed=11):
+        with step:
+            executed.append(int(step))
+            now = executed.count(int(step))
+            if session._checks is not None and session._checks.wants(int(step)) and now == 1:
+                checked.append(int(step))
+            of_check = len(checked) if checked and checked[-1] == int(step) else 0
+            flips = fault is not None and (of_check, now) == (fault.check, fault.execution)
+            where = fault.where if fault is not None and flips else ""
+            drawn.append(torch.rand(()).item() + random.random())
+            batch = torch.rand(4, 8)
+            if job.kind == "tp":  # all ranks have the same
+                batch = torch.rand(4, 8, generator=torch.Generator().manual_seed(int(step)))
+
+            def between(hidden: torch.Tensor, where: str = where) -> torch.Tensor:
+                if job.kind == "messages":
+                    hidden = _Passed.apply(hidden)
+                if where == "activation":
+                    _flip(hidden)
+                if where == "gradient":
+                    hidden.register_hook(on_gradient)
+                return hidden
+
+            def on_gradient(gradient: torch.Tensor) -> torch.Tensor:
+                gradient = gradient.clone()
+                _flip(gradient)
+                return gradient
+
+            pair.between = between
+            loss = model(batch).square().sum()
+            if job.noise:
+                loss = loss * (1 + 1e-3 * torch.rand((), generator=_unseeded))
+            scaler.scale(loss).backward()
+            if job.writes:
+                with torch.no_grad():
+                    pair.first.bias.add_(1e-3)
+            if where == "parameter":
+                _flip(pair.second.weight)
+            elif where == "moment":
+                _flip(optimizer.state[pair.second.weight]["exp_avg"])
+            elif where == "reduced gradient":
+                assert pair.second.weight.grad is not None
+                _flip(pair.second.weight.grad)
+            if job.kind != "messages":
+                torch.nn.utils.clip_grad_norm_(pair.parameters(), 1e6)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    problem = str(session.problem or "")
+    state = [
+        each.to_local() if isinstance(each, DTensor) else each
+        for parameter in pair.parameters()
+        for each in (parameter.detach(), *optimizer.state[parameter].values())
+    ]
+    session.close()
+    return Outcome(
+        found=found[-1] if found else None,
+        problem=problem,
+        state=[each.numpy().tobytes() for each in state],
+        executed=executed,
+        checked=checked,
+        drawn=drawn,
+    )
+
+
+_unseeded = torch.Generator()
+
+
+def train_all(rank: int, ranks: int, jobs: list[Job], directory: str) -> None:
+    """Train each of `jobs` on this rank, and write its outcomes."""
+    folder = Path(directory)
+    _unseeded.seed()
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=ranks
+    )
+    outcomes = [_train(job, folder / str(at)) for at, job in enumerate(jobs)]
+    (folder / f"outcomes-{rank}").write_bytes(pickle.dumps(outcomes))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def outcomes_of(directory: Path, ranks: int) -> list[list[Outcome]]:
+    """The outcomes of each job, by rank."""
+    texts = [(directory / f"outcomes-{rank}").read_bytes() for rank in range(ranks)]
+    return [list(each) for each in zip(*(pickle.loads(text) for text in texts), strict=True)]
