@@ -559,7 +559,7 @@ def test_the_newest_corruption_stays_in_the_status_and_is_shown() -> None:
 
 
 def test_steps_that_cannot_be_repeated_are_in_the_status_in_words() -> None:
-    world = running(make_job())
+    world = running()
     found = Divergence(step=41, unit="other", ranks=(0, 1), proof=Proof.UNREPEATABLE)
     world.divergences = dict.fromkeys(range(4), found)
     world.look()
