@@ -68,9 +68,11 @@ def judge(
     elif first == third:
         odd, right = second, third
     else:
-        differing = [r for r, (one, other) in enumerate(zip(second, third)) if one != other]
+        differing = [
+            r for r, (one, other) in enumerate(zip(second, third, strict=True)) if one != other
+        ]
         return Judgement(repeatable=False, differing=tuple(differing))
-    differing = [r for r, (one, other) in enumerate(zip(odd, right)) if one != other]
+    differing = [r for r, (one, other) in enumerate(zip(odd, right, strict=True)) if one != other]
     wrong = culprits(odd, right)
     # Faults are rare: if each rank has made its own difference, the program is what differs.
     if len(wrong) == len(odd) > 1:
@@ -107,7 +109,7 @@ def culprits(odd: Sequence[Execution], right: Sequence[Execution]) -> frozenset[
 
 def _first_difference(one: Execution, other: Execution) -> int:
     """Number of communications before the first to which two executions gave other bytes."""
-    for at, both in enumerate(zip(one.given, other.given)):
+    for at, both in enumerate(zip(one.given, other.given, strict=False)):
         if both[0] != both[1]:
             return at
     return min(len(one.given), len(other.given))

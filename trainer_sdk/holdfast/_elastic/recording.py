@@ -52,9 +52,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self._is_paused = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A DTensor turns into operations on its local tensor, which come here next.
         if any(is_dtensor_type(kind) for kind in types):
             return NotImplemented
@@ -91,7 +89,9 @@ class Recorder(TorchDispatchMode):
             name += f":{named['src']}>{rank}:{named['tag']}"
         self._counts[name] += 1
         root = named.get("root_rank", named.get("src"))
-        gives = operation not in _NOTHING and (not operation.startswith("broadcast") or root == rank)
+        gives = operation not in _NOTHING and (
+            not operation.startswith("broadcast") or root == rank
+        )
         digest = digest_of(_tensors_in(_inputs(named))) if gives else 0
         self.given.append(Given(f"{name}#{self._counts[name]}", digest))
 

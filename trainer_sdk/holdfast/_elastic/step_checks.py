@@ -169,9 +169,7 @@ class StepChecks:
         self._starts.clear()
         self._step, self._first_s = 0, 0.0
 
-    def compare(
-        self, exchange: Exchange, holds: TrainingState, optimizers: Iterable[Any]
-    ) -> bool:
+    def compare(self, exchange: Exchange, holds: TrainingState, optimizers: Iterable[Any]) -> bool:
         """Compare the present execution with those before, once its gradients are complete. Return
         whether the step is to be run again. Collective.
 
@@ -213,9 +211,7 @@ class StepChecks:
             cost_s = max(first.cost_s, 0.0) / self._share
             self._due = step + max(1, math.ceil(cost_s / max(first.step_s, 1e-6)))
 
-    def _state(
-        self, holds: TrainingState, optimizers: Iterable[Any], ended_s: float
-    ) -> _Statement:
+    def _state(self, holds: TrainingState, optimizers: Iterable[Any], ended_s: float) -> _Statement:
         """What this rank states of the present execution, which is added to the others."""
         changed = problem = unit = ""
         equal = False

@@ -32,6 +32,7 @@ from holdfast._save.pipeline import SavePipeline
 from holdfast._save.tally import IDLE_S, Tally
 from holdfast._save.task import Task
 from holdfast._settings import Settings
+from holdfast_core.corruption import Divergence
 from holdfast_core.errors import (
     HoldfastError,
     ReplicaMismatchError,

@@ -51,12 +51,10 @@ def note_corruption(
         corruptions=state.corruptions + is_new,
         repeats_corruption=state.repeats_corruption and not is_new,
     )
-    if found.proof is Proof.REEXECUTED and last.node:
-        if may_leave(observation.job, state, observation.now):
-            nodes = state.corrupt_nodes | {last.node}
-            state = replace(
-                state, corrupt_nodes=nodes, corruption_undone_at=observation.now
-            )
+    leaves = found.proof is Proof.REEXECUTED and bool(last.node)
+    if leaves and may_leave(observation.job, state, observation.now):
+        nodes = state.corrupt_nodes | {last.node}
+        state = replace(state, corrupt_nodes=nodes, corruption_undone_at=observation.now)
     text = f"{last.text}; {_what_follows(observation, state, membership)}"
     result = RuleResult(state).post(EventReason.CORRUPTION, text, warning=True)
     if last.member is None:

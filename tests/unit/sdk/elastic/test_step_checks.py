@@ -83,9 +83,7 @@ def test_flips_in_any_execution_and_parallelism_are_found(kind: str, tmp_path: P
     for job in faults(kind):
         assert job.fault is not None
         if job.fault.where != "moment":
-            fault = Fault(
-                rank=WRONG, where=job.fault.where, check=job.fault.check, execution=2
-            )
+            fault = Fault(rank=WRONG, where=job.fault.where, check=job.fault.check, execution=2)
             jobs.append(Job(kind=kind, fault=fault, steps=job.steps))
     check_faults(kind, tmp_path, jobs, 2 if kind == "tp" else 3)
 

@@ -190,7 +190,9 @@ def _train(job: Job, directory: Path) -> Outcome:
             topology=topology,
             daemon=daemon,
             stateful={"scaler": scaler} if job.scaled else {},
-            private=[name for name, _ in model.named_parameters()] if job.kind == "messages" else (),
+            private=[name for name, _ in model.named_parameters()]
+            if job.kind == "messages"
+            else (),
         )
 
     session = ElasticSession(
