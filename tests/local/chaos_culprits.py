@@ -54,7 +54,8 @@ class CulpritFault:
     kind: str
     rank: int
     outcome: str
-    """`right`, `wrong`: another rank was named, or `nobody`."""
+    """`right`; `wrong`: another rank was named; `nobody` was; `unexplained`: the right one was, in
+    words that do not say what was done to it."""
     seconds: float
     """Until it was named."""
     text: str
@@ -174,8 +175,8 @@ async def suffer(kind: CulpritKind, rank: int, directory: Path) -> CulpritFault:
         assert named is not None
         ranks_named, text = named
         outcome = "nobody" if not ranks_named else "wrong"
-        if ranks_named == {rank} and kind.words in text:
-            outcome = "right"
+        if ranks_named == {rank}:
+            outcome = "right" if kind.words in text else "unexplained"
         seconds = time.monotonic() - began_s
         return CulpritFault(
             kind=kind.name, rank=rank, outcome=outcome, seconds=round(seconds, 1), text=text

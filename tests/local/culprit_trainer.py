@@ -89,6 +89,10 @@ def add_up_backwards(tensor: torch.Tensor, groups: list[Any]) -> None:
     add_up(tensor, groups[::-1])
 
 
+def barrier(group: Any) -> None:
+    dist.barrier(group=group)
+
+
 def work(seconds: float) -> None:
     until = time.thread_time() + seconds
     while time.thread_time() < until:
@@ -105,14 +109,14 @@ def main() -> None:
     session = holdfast.init(model=model, optimizer=optimizer, world=world)
     batches, executed = iter([torch.empty(0)]), 0
     for step in session.steps(10**9):
+        fault.look()
+        if fault.name == "leaves":
+            break
         with step:
             if step.resumed:
                 data = torch.utils.data.Subset(Data(fault), range(int(step), 10**6))
                 batches = iter(torch.utils.data.DataLoader(data, num_workers=0))
             executed = executed + 1 if step.resumed else 0
-            fault.look()
-            if fault.name == "leaves":
-                break
             if fault.name == "storage":
                 write_to_storage()
             # A wrong activation comes once in each step, and not when the step is executed again.
@@ -126,7 +130,7 @@ def main() -> None:
             if fault.name == "flip":
                 flip(model.second.weight)
                 fault.name = ""
-    dist.barrier(group=groups[2])
+    barrier(groups[2])
 
 
 main()

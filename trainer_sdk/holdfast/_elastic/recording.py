@@ -17,12 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast._digests import digest_of
 from holdfast._state.dtensors import is_dtensor_type, local_of
 from holdfast_core.reexecution import GIVEN_MAX, Given
 
+_c10d: Any = c10d
+"""Module whose stubs lack what is private."""
 _log = logging.getLogger("holdfast")
 
 _SPACES = frozenset({"c10d", "_c10d_functional"})
@@ -36,12 +39,20 @@ class Recorder(TorchDispatchMode):
     """The record of one execution. It raises nothing, whatever the script does."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.given: list[Given] = []
         self.whole = True
         """Whether each communication is in it."""
         self._counts = Counter[str]()
         self._is_paused = False
+
+    def begin(self) -> None:
+        """Record from now on what the calling thread does, and its backward passes."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Record nothing more."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -74,7 +85,7 @@ class Recorder(TorchDispatchMode):
         if "process_group" in named:
             group = dist.ProcessGroup.unbox(named["process_group"])
         elif "group_name" in named:
-            group = dist.distributed_c10d._resolve_process_group(named["group_name"])
+            group = _c10d._resolve_process_group(named["group_name"])
         else:
             return  # the wait for another operation
         if operation == "recv_any_source_" or len(self.given) >= GIVEN_MAX:
@@ -82,7 +93,7 @@ class Recorder(TorchDispatchMode):
             return
         # Name it as all ranks of the group do: by the order of collectives, or of messages between
         # the same two ranks.
-        name, rank = group.group_name, group.rank()
+        name, rank = str(group.group_name), group.rank()
         if operation == "send":
             name += f":{rank}>{named['dst']}:{named['tag']}"
         elif operation == "recv_":

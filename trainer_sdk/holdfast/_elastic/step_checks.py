@@ -140,14 +140,14 @@ class StepChecks:
         self._first_s = self._first_s or self._began_s
         self._starts.append(start)
         recorder = Recorder()
-        recorder.__enter__()
+        recorder.begin()
         self._recorder = recorder
 
     def stop(self) -> None:
         """End the record of the execution that has ended."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
-            recorder.__exit__(None, None, None)
+            recorder.end()
 
     def paused(self) -> AbstractContextManager[None]:
         """Record nothing of what Holdfast itself communicates within the block."""

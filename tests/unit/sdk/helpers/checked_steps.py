@@ -136,7 +136,7 @@ class _Passed(torch.autograd.Function):
         return _pass(own, 1)
 
     @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
         return _pass(gradient, -1)
 
 
@@ -206,9 +206,14 @@ def _train(job: Job, directory: Path) -> Outcome:
     )
     executed, checked, drawn, found = list[int](), list[int](), list[float](), list[Divergence]()
     fault = job.fault if job.fault is not None and job.fault.rank == rank else None
-    inner = session._session
+    inner: Any = session._session
     note = inner.on_step_checked
-    inner.on_step_checked = lambda one, spoils: (found.append(one), note(one, spoils))[0]
+
+    def on_step_checked(one: Divergence, spoils: str) -> None:
+        found.append(one)
+        note(one, spoils)
+
+    inner.on_step_checked = on_step_checked
     for step in session.steps(job.steps, seed=11):
         with step:
             executed.append(int(step))
