@@ -23,6 +23,7 @@ from typing import Any
 from local_jobs import make_job, short_folder
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
+from holdfast_core.errors import UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import Phase
 
@@ -166,7 +167,7 @@ async def suffer(kind: CulpritKind, rank: int, directory: Path) -> CulpritFault:
             (directory / "fault").rename(directory / f"fault-{rank}")
         try:
             await cluster.wait_for(lambda status: kind.named(status) is not None, timeout_s=WAIT_S)
-        except TimeoutError:
+        except UnreachableError:
             said = "nothing was said of it"
             return CulpritFault(
                 kind=kind.name, rank=rank, outcome="nobody", seconds=WAIT_S, text=said

@@ -22,7 +22,9 @@ from torch import nn
 import holdfast
 
 DIRECTORY = Path(sys.argv[1])
-SLOW_S, PACE_S = 0.06, 0.03
+PACE_S = 0.03
+SLOW_SHARE, SLOW_S_MAX = 0.5, 2.0
+"""Part of the last step for which a slow rank works longer than the others, and the most of it."""
 
 
 class Fault:
@@ -107,7 +109,7 @@ def main() -> None:
     replica = world.ddp(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session = holdfast.init(model=model, optimizer=optimizer, world=world)
-    batches, executed = iter([torch.empty(0)]), 0
+    batches, executed, began_s = iter([torch.empty(0)]), 0, time.monotonic()
     for step in session.steps(10**9):
         fault.look()
         if fault.name == "leaves":
@@ -125,7 +127,9 @@ def main() -> None:
             replica(next(batches)).square().sum().backward()
             (add_up_backwards if fault.name == "order" else add_up)(torch.zeros(1), groups[:2])
             time.sleep(PACE_S)
-            work(SLOW_S if fault.name == "slow" else 0.0)
+            if fault.name == "slow":
+                work(min(SLOW_SHARE * (time.monotonic() - began_s), SLOW_S_MAX))
+            began_s = time.monotonic()
             optimizer.step()
             if fault.name == "flip":
                 flip(model.second.weight)

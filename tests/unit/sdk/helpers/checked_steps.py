@@ -176,107 +176,127 @@ def _make(job: Job) -> tuple[_Pair, nn.Module, Topology]:
     return pair, pair, Topology(dp=1, pp=ranks)
 
 
-def _train(job: Job, directory: Path) -> Outcome:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    pair, model, topology = _make(job)
-    optimizer = torch.optim.AdamW(pair.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler("cpu", enabled=job.scaled)
-    daemon = FakeDaemon(directory / f"{rank}", rank=rank, world_size=ranks)
+class _Trainer:
+    """One rank of a job."""
 
-    def make() -> Any:
-        return holdfast.init(
-            model=model,
-            optimizer=optimizer,
-            topology=topology,
-            daemon=daemon,
-            stateful={"scaler": scaler} if job.scaled else {},
-            private=[name for name, _ in model.named_parameters()]
-            if job.kind == "messages"
-            else (),
+    def __init__(self, job: Job, directory: Path) -> None:
+        self.job, rank, ranks = job, dist.get_rank(), dist.get_world_size()
+        self.pair, self.model, topology = _make(job)
+        self.optimizer = torch.optim.AdamW(self.pair.parameters(), lr=1e-2)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=job.scaled)
+        self.fault = job.fault if job.fault is not None and job.fault.rank == rank else None
+        self.executed, self.checked = list[int](), list[int]()
+        self.drawn, self.found = list[float](), list[Divergence]()
+        of_messages = [name for name, _ in self.model.named_parameters()]
+        daemon = FakeDaemon(directory / f"{rank}", rank=rank, world_size=ranks)
+
+        def make() -> Any:
+            return holdfast.init(
+                model=self.model,
+                optimizer=self.optimizer,
+                topology=topology,
+                daemon=daemon,
+                stateful={"scaler": self.scaler} if job.scaled else {},
+                private=of_messages if job.kind == "messages" else (),
+            )
+
+        self.session = ElasticSession(
+            _World(),  # type: ignore[arg-type]
+            make,
+            [self.optimizer],
+            WAIT_S,
+            model=self.model,
+            votes=True,
+            repeat_share=job.share,
+        )
+        inner: Any = self.session._session
+        note = inner.on_step_checked
+
+        def on_step_checked(one: Divergence, spoils: str) -> None:
+            self.found.append(one)
+            note(one, spoils)
+
+        inner.on_step_checked = on_step_checked
+
+    def train(self) -> Outcome:
+        """Train to the end."""
+        for step in self.session.steps(self.job.steps, seed=11):
+            with step:
+                self.executed.append(int(step))
+                where = self._flips(int(step))
+                self.drawn.append(torch.rand(()).item() + random.random())
+                self._compute(int(step), where)
+                self._flip_after(where)
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.optimizer.zero_grad()
+        problem = str(self.session.problem or "")
+        state = [
+            each.to_local() if isinstance(each, DTensor) else each
+            for parameter in self.pair.parameters()
+            for each in (parameter.detach(), *self.optimizer.state[parameter].values())
+        ]
+        self.session.close()
+        return Outcome(
+            found=self.found[-1] if self.found else None,
+            problem=problem,
+            state=[each.numpy().tobytes() for each in state],
+            executed=self.executed,
+            checked=self.checked,
+            drawn=self.drawn,
         )
 
-    session = ElasticSession(
-        _World(),  # type: ignore[arg-type]
-        make,
-        [optimizer],
-        WAIT_S,
-        model=model,
-        votes=True,
-        repeat_share=job.share,
-    )
-    executed, checked, drawn, found = list[int](), list[int](), list[float](), list[Divergence]()
-    fault = job.fault if job.fault is not None and job.fault.rank == rank else None
-    inner: Any = session._session
-    note = inner.on_step_checked
+    def _flips(self, step: int) -> str:
+        """Where a bit flips in this execution of `step`; empty for nowhere."""
+        execution, checks, fault = self.executed.count(step), self.session._checks, self.fault
+        if execution == 1 and checks is not None and checks.wants(step):
+            self.checked.append(step)
+        check = len(self.checked) if self.checked and self.checked[-1] == step else 0
+        if fault is None or (check, execution) != (fault.check, fault.execution):
+            return ""
+        return fault.where
 
-    def on_step_checked(one: Divergence, spoils: str) -> None:
-        found.append(one)
-        note(one, spoils)
+    def _compute(self, step: int, where: str) -> None:
+        """Forward and backward passes."""
+        batch = torch.rand(4, 8)
+        if self.job.kind == "tp":  # all ranks have the same
+            batch = torch.rand(4, 8, generator=torch.Generator().manual_seed(step))
 
-    inner.on_step_checked = on_step_checked
-    for step in session.steps(job.steps, seed=11):
-        with step:
-            executed.append(int(step))
-            now = executed.count(int(step))
-            if session._checks is not None and session._checks.wants(int(step)) and now == 1:
-                checked.append(int(step))
-            of_check = len(checked) if checked and checked[-1] == int(step) else 0
-            flips = fault is not None and (of_check, now) == (fault.check, fault.execution)
-            where = fault.where if fault is not None and flips else ""
-            drawn.append(torch.rand(()).item() + random.random())
-            batch = torch.rand(4, 8)
-            if job.kind == "tp":  # all ranks have the same
-                batch = torch.rand(4, 8, generator=torch.Generator().manual_seed(int(step)))
+        def between(hidden: torch.Tensor) -> torch.Tensor:
+            if self.job.kind == "messages":
+                hidden = _Passed.apply(hidden)
+            if where == "activation":
+                _flip(hidden)
+            if where == "gradient":
+                hidden.register_hook(on_gradient)
+            return hidden
 
-            def between(hidden: torch.Tensor, where: str = where) -> torch.Tensor:
-                if job.kind == "messages":
-                    hidden = _Passed.apply(hidden)
-                if where == "activation":
-                    _flip(hidden)
-                if where == "gradient":
-                    hidden.register_hook(on_gradient)
-                return hidden
+        def on_gradient(gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.clone()
+            _flip(gradient)
+            return gradient
 
-            def on_gradient(gradient: torch.Tensor) -> torch.Tensor:
-                gradient = gradient.clone()
-                _flip(gradient)
-                return gradient
+        self.pair.between = between
+        loss = self.model(batch).square().sum()
+        if self.job.noise:
+            loss = loss * (1 + 1e-3 * torch.rand((), generator=_unseeded))
+        self.scaler.scale(loss).backward()
 
-            pair.between = between
-            loss = model(batch).square().sum()
-            if job.noise:
-                loss = loss * (1 + 1e-3 * torch.rand((), generator=_unseeded))
-            scaler.scale(loss).backward()
-            if job.writes:
-                with torch.no_grad():
-                    pair.first.bias.add_(1e-3)
-            if where == "parameter":
-                _flip(pair.second.weight)
-            elif where == "moment":
-                _flip(optimizer.state[pair.second.weight]["exp_avg"])
-            elif where == "reduced gradient":
-                assert pair.second.weight.grad is not None
-                _flip(pair.second.weight.grad)
-            if job.kind != "messages":
-                torch.nn.utils.clip_grad_norm_(pair.parameters(), 1e6)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    problem = str(session.problem or "")
-    state = [
-        each.to_local() if isinstance(each, DTensor) else each
-        for parameter in pair.parameters()
-        for each in (parameter.detach(), *optimizer.state[parameter].values())
-    ]
-    session.close()
-    return Outcome(
-        found=found[-1] if found else None,
-        problem=problem,
-        state=[each.numpy().tobytes() for each in state],
-        executed=executed,
-        checked=checked,
-        drawn=drawn,
-    )
+    def _flip_after(self, where: str) -> None:
+        """What happens between the gradients and the optimizer."""
+        weight = self.pair.second.weight
+        if self.job.writes:
+            with torch.no_grad():
+                self.pair.first.bias.add_(1e-3)
+        if where == "parameter":
+            _flip(weight)
+        elif where == "moment":
+            _flip(self.optimizer.state[weight]["exp_avg"])
+        elif where == "reduced gradient":
+            assert weight.grad is not None
+            _flip(weight.grad)
+        if self.job.kind != "messages":
+            torch.nn.utils.clip_grad_norm_(self.pair.parameters(), 1e6)
 
 
 _unseeded = torch.Generator()
@@ -290,7 +310,7 @@ def train_all(rank: int, ranks: int, jobs: list[Job], directory: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=ranks
     )
-    outcomes = [_train(job, folder / str(at)) for at, job in enumerate(jobs)]
+    outcomes = [_Trainer(job, folder / str(at)).train() for at, job in enumerate(jobs)]
     (folder / f"outcomes-{rank}").write_bytes(pickle.dumps(outcomes))
     dist.barrier()
     dist.destroy_process_group()
