@@ -60,6 +60,8 @@ class _Statement(msgspec.Struct, frozen=True, kw_only=True):
     """Time that this one took."""
     changed: str = ""
     """Tensor that has changed although no optimizer has stepped; empty if none has."""
+    is_written: bool = False
+    """Whether an operation of torch has written to a tensor since then."""
     unit: str = ""
     """Unit of that tensor, or any unit of this rank."""
     problem: str = ""
@@ -214,7 +216,7 @@ class StepChecks:
     def _state(self, holds: TrainingState, optimizers: Iterable[Any], ended_s: float) -> _Statement:
         """What this rank states of the present execution, which is added to the others."""
         changed = problem = unit = ""
-        equal = False
+        equal = is_written = False
         recorder = self._recorder
         assert recorder is not None
         try:
@@ -222,6 +224,7 @@ class StepChecks:
             unit = next(iter(units.values()), "")
             changed = self._starts[-1].first_changed() or ""
             changed = changed or self._starts[0].first_changed_until(self._starts[-1]) or ""
+            is_written = self._starts[-1].was_written()
             unit = units.get(changed, unit)
             execution = Execution(
                 given=tuple(recorder.given),
@@ -240,15 +243,17 @@ class StepChecks:
             cost_s=(self._began_s - self._first_s) + (now_s - ended_s),
             step_s=ended_s - self._began_s,
             changed=changed,
+            is_written=is_written,
             unit=unit,
             problem=problem,
         )
 
     def _find_changed(self, step: int, changed: Mapping[int, _Statement]) -> None:
         """Conclude from tensors that have changed although no optimizer had stepped. A script that
-        changes them itself does so in each step; so it is a fault if earlier checks saw none."""
+        changes them itself increments their version counters, or does so in each step; so it is a
+        fault if no counter rose, and earlier checks saw none."""
         rank, first = next(iter(changed.items()))
-        if len(changed) > 1 or not self._clean:
+        if len(changed) > 1 or first.is_written or not self._clean:
             _log.warning(
                 "steps are not executed again any more: %s of rank %d changes before the optimizer "
                 "steps",

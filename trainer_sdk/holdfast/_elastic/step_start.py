@@ -79,6 +79,11 @@ class StepStart:
             raise LayoutMismatchError("tensors were replaced since the step began")
         return self._unchanged.first_changed() or self._differing()
 
+    def was_written(self) -> bool:
+        """Whether an operation of torch has written to a tensor since construction: no fault of the
+        memory does."""
+        return self._unchanged.was_written()
+
     def first_changed_until(self, later: StepStart) -> str | None:
         """Return the name of a parameter or an optimizer state that has changed from this to the
         `later` beginning of the same step; None if there is none."""

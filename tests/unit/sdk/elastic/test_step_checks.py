@@ -92,10 +92,15 @@ def test_training_that_cannot_be_repeated_is_told_from_corruption(tmp_path: Path
     jobs = [
         Job(kind="fsdp", noise=True, steps=30),
         Job(kind="fsdp", writes=True, steps=30),
+        Job(kind="fsdp", fault=Fault(rank=WRONG, where="written", check=2), steps=MANY),
         Job(kind="fsdp", scaled=True, share=0.0),
         Job(kind="fsdp", scaled=True),
     ]
-    noisy, writing, unchecked, scaled = train(tmp_path, jobs)
+    noisy, writing, late, unchecked, scaled = train(tmp_path, jobs)
+    for each in late:
+        assert each.found is not None and each.found.proof is Proof.UNREPEATABLE
+        assert each.found.ranks == (WRONG,) and each.problem == ""
+        assert each.checked == [FIRST, each.found.step]
     for outcomes, times in ((noisy, 3), (writing, 1)):
         for each in outcomes:
             assert each.found is not None and each.found.proof is Proof.UNREPEATABLE

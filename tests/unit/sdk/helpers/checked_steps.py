@@ -44,7 +44,8 @@ class Fault:
 
     rank: int
     where: str
-    """`activation`, `gradient`, `reduced gradient`, `parameter` or `moment`."""
+    """`activation`, `gradient`, `reduced gradient`, `parameter`, `moment`, or `written`: the script
+    itself changes a parameter."""
     check: int = 1
     """It flips in a step that is checked: the first one, or a later one."""
     execution: int = 1
@@ -153,8 +154,8 @@ def _pass(own: torch.Tensor, by: int) -> torch.Tensor:
 
 def _flip(tensor: torch.Tensor) -> None:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    with torch.no_grad():
-        local.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 22)
+    # Through `data`, because what happens to memory increments no version counter.
+    local.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 22)
 
 
 def _make(job: Job) -> tuple[_Pair, nn.Module, Topology]:
@@ -285,7 +286,7 @@ class _Trainer:
     def _flip_after(self, where: str) -> None:
         """What happens between the gradients and the optimizer."""
         weight = self.pair.second.weight
-        if self.job.writes:
+        if self.job.writes or where == "written":
             with torch.no_grad():
                 self.pair.first.bias.add_(1e-3)
         if where == "parameter":
