@@ -108,6 +108,8 @@ class _World:
 
     def begin_alone(self, *, held_beside: bool) -> None: ...
 
+    def finish_collectives(self, since: Any = None) -> Any: ...
+
     def exchange(self, timeout_s: float) -> Any:
         return make_exchange(self.size, timeout_s)
 
