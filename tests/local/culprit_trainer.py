@@ -124,12 +124,12 @@ def main() -> None:
             # A wrong activation comes once in each step, and not when the step is executed again.
             model.flips = fault.name == "wrong_activation" and executed == 0
             optimizer.zero_grad()
-            replica(next(batches)).square().sum().backward()
-            (add_up_backwards if fault.name == "order" else add_up)(torch.zeros(1), groups[:2])
-            time.sleep(PACE_S)
             if fault.name == "slow":
                 work(min(SLOW_SHARE * (time.monotonic() - began_s), SLOW_S_MAX))
             began_s = time.monotonic()
+            replica(next(batches)).square().sum().backward()
+            (add_up_backwards if fault.name == "order" else add_up)(torch.zeros(1), groups[:2])
+            time.sleep(PACE_S)
             optimizer.step()
             if fault.name == "flip":
                 flip(model.second.weight)
