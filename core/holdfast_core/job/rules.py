@@ -252,7 +252,7 @@ _WORLD = (
         field=".failurePolicy.onCorruption",
     ),
     Rule(
-        rule="self.failurePolicy.repeatStepsShare == 0 || self.snapshot.policy.type == 'Full'",
+        rule="self.failurePolicy.repeatStepsShare == 0.0 || self.snapshot.policy.type == 'Full'",
         says="the policy is %s, which counts the tokens of each step, and those of a step that is "
         "executed twice would count twice; remove it, or set snapshot.policy.type to Full",
         values=("self.snapshot.policy.type",),
