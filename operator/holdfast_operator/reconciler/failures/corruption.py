@@ -28,6 +28,8 @@ def note_corruption(
 ) -> RuleResult:
     """Remember a divergence of replicas that the ranks of this epoch report, once; emit an event,
     and blame the node of the member that is wrong."""
+    if state.steps_not_repeated_epoch != membership.epoch:
+        state = replace(state, steps_not_repeated="", steps_not_repeated_epoch=0)
     found, before = reported(observation.cluster, membership), state.corruption
     if found is None:
         return RuleResult(state)
@@ -35,12 +37,13 @@ def note_corruption(
     if found.proof is Proof.UNREPEATABLE:
         if state.steps_not_repeated == last.text:
             return RuleResult(state)
-        state = replace(state, steps_not_repeated=last.text)
+        epoch = membership.epoch
+        state = replace(state, steps_not_repeated=last.text, steps_not_repeated_epoch=epoch)
         return RuleResult(state).post(EventReason.STEPS_NOT_REPEATED, last.text, warning=True)
-    is_known = before is not None and (last.epoch, last.step, last.proof) == (
-        before.epoch,
-        before.step,
-        before.proof,
+    # Ranks report what they found in a step again where replicas that differed later are equal.
+    is_known = before is not None and (
+        (last.epoch, last.step, last.proof) == (before.epoch, before.step, before.proof)
+        or (last.proof.is_of_executions and last.epoch == before.epoch and last.step < before.step)
     )
     if is_known:
         return RuleResult(state)
@@ -54,7 +57,7 @@ def note_corruption(
     leaves = found.proof is Proof.REEXECUTED and bool(last.node)
     if leaves and may_leave(observation.job, state, observation.now):
         nodes = state.corrupt_nodes | {last.node}
-        state = replace(state, corrupt_nodes=nodes, corruption_undone_at=observation.now)
+        state = replace(state, corrupt_nodes=nodes, corruption_left_at=observation.now)
     text = f"{last.text}; {_what_follows(observation, state, membership)}"
     result = RuleResult(state).post(EventReason.CORRUPTION, text, warning=True)
     if last.member is None:

@@ -80,10 +80,15 @@ def _in_words(
         last = f"they were equal after step {found.equal_step}, {steps} before"
     subject = who if known else f"one of {who}"
     if found.proof is Proof.REEXECUTED:
+        what = (
+            f"gradients of {unit} in step {found.step}: all ranks computed them three times, two "
+            f"of which were equal on every rank, and in the third the difference began there"
+        )
+        if known:
+            return f"{who} computed wrong {what}"
         return (
-            f"{subject} computed wrong gradients of {unit} in step {found.step}: all ranks "
-            f"computed them three times, two of which were equal on every rank, and in the third "
-            f"the difference began there"
+            f"{who} had wrong {what}, or in a sum that other ranks had added up, or it was "
+            f"received in a way that is not recorded"
         )
     if found.proof is Proof.CHANGED:
         return (
@@ -93,7 +98,7 @@ def _in_words(
         )
     if found.proof is Proof.UNREPEATABLE:
         return (
-            f"no step is executed again any more: training is not deterministic, or the script "
+            f"no step is executed again in this epoch: training is not deterministic, or the script "
             f"changes parameters before its optimizer. When step {found.step} was executed again, "
             f"{who} differed in {unit}"
         )
@@ -155,10 +160,11 @@ def to_undo(
 
 
 def may_leave(job: MoETrainingJob, state: ControlState, now: float) -> bool:
-    """Whether a member whose rank computed wrongly may leave its node: one does in a day."""
-    undone_at = state.corruption_undone_at
+    """Whether a member whose rank computed wrongly may leave its node: one does in a day. This
+    keeps no ranks from going back if wrong bytes are found that stay."""
+    times = (state.corruption_undone_at, state.corruption_left_at)
     replaces = job.spec.failure_policy.on_corruption is OnCorruption.REPLACE
-    return replaces and (undone_at is None or now - undone_at >= PAUSE_S)
+    return replaces and all(at is None or now - at >= PAUSE_S for at in times)
 
 
 def members_to_move(

@@ -500,20 +500,51 @@ def test_memory_that_changed_is_undone_as_other_wrong_bytes_are() -> None:
     assert text.startswith("rank 2 of member 2 on n2 has wrong bytes of layer2/dense: they changed")
 
 
+@pytest.mark.parametrize("spares", [0, 2])
+@pytest.mark.parametrize("found", [CHANGED, FOUND])
+def test_a_fault_that_left_nothing_keeps_nobody_from_going_back_later(
+    found: Divergence, spares: int
+) -> None:
+    """A device that is bad gives both."""
+    world = job_that(spares=spares)
+    conclude(world, COMPUTED)
+    resume(world)
+    epoch = world.membership.epoch
+    resume(world, 80)
+    conclude(world, replace(found, step=81, ranks=(0, 1), wrong=(1,)))
+    assert world.membership.epoch == epoch + 1
+    assert "all ranks go back" in world.messages("Corruption")[-1]
+
+
+def test_an_old_finding_does_not_count_again_after_replicas_that_differed() -> None:
+    world = job_that("Report")
+    conclude(world, COMPUTED)
+    conclude(world, replace(FOUND, step=60))
+    conclude(world, COMPUTED)
+    assert len(world.messages("Corruption")) == world.state.corruptions == 2
+    assert world.state.corruption is not None and world.state.corruption.step == 60
+
+
 def test_training_that_cannot_be_repeated_is_told_once_and_blames_nobody() -> None:
     world = job_that()
     for _ in range(3):
         conclude(world, UNREPEATABLE)
     (text,) = world.messages("StepsNotRepeated")
-    assert text.startswith("no step is executed again any more: training is not deterministic")
+    assert text.startswith("no step is executed again in this epoch: training is not deterministic")
     assert world.state.steps_not_repeated == text
     assert world.messages("Corruption") == [] and kinds(world) == {}
     assert world.state.corruption is None and world.membership.epoch == 1
+    world.lose_rank(1)
+    world.divergences = {}
+    resume(world)
+    assert world.membership.epoch == 2 and world.state.steps_not_repeated == ""
 
 
 def test_of_several_ranks_that_may_have_computed_wrongly_none_is_blamed() -> None:
     world = job_that()
     conclude(world, replace(COMPUTED, ranks=(1, 2), wrong=()))
-    assert world.messages("Corruption")[0].startswith("one of rank 1 of member 1 on n1, rank 2 ")
+    (text,) = world.messages("Corruption")
+    assert text.startswith("rank 1 of member 1 on n1, rank 2 of member 2 on n2 had wrong gradients")
+    assert "or in a sum that other ranks had added up" in text
     resume(world)
     assert kinds(world) == {} and world.membership.epoch == 1
