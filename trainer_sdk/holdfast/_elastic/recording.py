@@ -2,7 +2,8 @@
 
 torch sends every collective and message of a script, of DistributedDataParallel, FSDP2 and DTensors
 through its dispatcher, so a dispatch mode sees them all. Only steps that are checked run in it: it
-looks at each operation, and reads what is sent once more.
+looks at each operation, and reads what is sent once more. Within an operation of another library
+it sees nothing, so a record with such an operation counts as one with gaps.
 
 Code that torch has compiled is not used under a dispatch mode: such a step runs as it was written.
 """
@@ -10,7 +11,7 @@ Code that torch has compiled is not used under a dispatch mode: such a step runs
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,11 @@ _c10d: Any = c10d
 _log = logging.getLogger("holdfast")
 
 _SPACES = frozenset({"c10d", "_c10d_functional"})
+_SILENT = _SPACES | {"aten", "prim", "prims", "profiler", "fsdp", "mkldnn", "mkl", "debugprims"}
+"""Namespaces of operations that communicate nothing else. Within an operation a mode sees nothing,
+so any other one may communicate unseen, as those of `_dtensor` and `symm_mem` do."""
+_UNSEEN = ("deep_ep", "pplx_kernels", "nvshmem", "mpi4py")
+"""Modules that communicate apart from torch's dispatcher."""
 _INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "input_list")
 """Arguments that hold what a rank gives, apart from `tensors`, which are overwritten."""
 _NOTHING = frozenset({"barrier", "monitored_barrier_", "recv_"})
@@ -38,12 +44,13 @@ _NOTHING = frozenset({"barrier", "monitored_barrier_", "recv_"})
 class Recorder(TorchDispatchMode):
     """The record of one execution. It raises nothing, whatever the script does."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.given: list[Given] = []
-        self.whole = True
+        self.whole = not any(name in sys.modules for name in _UNSEEN)
         """Whether each communication is in it."""
-        self._counts = Counter[str]()
         self._is_paused = False
 
     def begin(self) -> None:
@@ -67,7 +74,11 @@ class Recorder(TorchDispatchMode):
         # A DTensor turns into operations on its local tensor, which come here next.
         if any(is_dtensor_type(kind) for kind in types):
             return NotImplemented
-        if func.namespace in _SPACES and not self._is_paused:
+        # Operators of higher order have operations within them, and no namespace of their own.
+        space = getattr(func, "namespace", "")
+        if space not in _SILENT and not self._is_paused:
+            self.whole = False
+        if space in _SPACES and not self._is_paused:
             try:
                 self._note(func, _named(func, args, kwargs or {}))
             except Exception:
@@ -98,13 +109,13 @@ class Recorder(TorchDispatchMode):
             name += f":{rank}>{named['dst']}:{named['tag']}"
         elif operation == "recv_":
             name += f":{named['src']}>{rank}:{named['tag']}"
-        self._counts[name] += 1
         root = named.get("root_rank", named.get("src"))
         gives = operation not in _NOTHING and (
             not operation.startswith("broadcast") or root == rank
         )
         digest = digest_of(_tensors_in(_inputs(named))) if gives else 0
-        self.given.append(Given(f"{name}#{self._counts[name]}", digest))
+        sums = "reduce" in operation and group.size() > 1
+        self.given.append(Given(name, digest, sums))
 
 
 def _named(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:

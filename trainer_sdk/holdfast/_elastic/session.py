@@ -181,7 +181,7 @@ class StepBody:
             return self._problem
         try:
             action(self._start)
-        except HoldfastError as error:
+        except Exception as error:  # also out of memory
             return f"step {self.step} was cut off: {error}"
         return ""
 
@@ -325,10 +325,12 @@ class ElasticSession(Session):
             self._pipeline.begin(step)
         if self._votes and (holds := self._session.holds) is not None:
             checks = self._checks if self._replaying is None else None
-            if checks is None or self._held.adds_up or not checks.wants(step):
-                self._body.note(holds, STATE_BYTES_MAX)
-            else:
+            if checks is not None and not self._held.adds_up and checks.wants(step):
+                # A bit that flips from here on must not get into the save before this step.
+                self._session.wait_staged()
                 checks.begin(step, self._body.note(holds, sys.maxsize))
+            elif self._world.stays:
+                self._body.note(holds, STATE_BYTES_MAX)
 
     def complete(self, step: int) -> bool:
         """Save the state after `step`, unless its world has ended; see `Runner`.
@@ -398,12 +400,13 @@ class ElasticSession(Session):
             runs_again = self._is_run_again
             problem = self._undo()
             if runs_again:
-                if problem:
-                    raise InvalidJobError(
-                        f"{problem}, so it cannot be executed again; set "
-                        f"failurePolicy.repeatStepsShare to 0"
-                    )
-                return self._held.step or 0
+                try:
+                    step = self._run_again(problem)
+                except Exception as error:
+                    if not self.survives(error):
+                        raise
+                    continue
+                return step
             self._replaying = None
             if self._pipeline is not None:
                 self._pipeline.end_replay()
@@ -431,6 +434,33 @@ class ElasticSession(Session):
                     f"protected yet; this process ends so that a new one can start there"
                 )
             return step
+
+    def _run_again(self, problem: str) -> int:
+        """Return the step after which the ranks run on, once all have undone the step that they
+        compare. If one has not, they restore the recovery line, and compare no more. Collective.
+
+        Args:
+            problem: why this rank could not undo it; empty on success.
+
+        Raises:
+            InvalidJobError: there is no recovery line yet.
+        """
+        texts = [text.decode() for text in self._exchange.gather(problem.encode())]
+        problem = next(filter(None, texts), "")
+        if not problem:
+            return self._held.step or 0
+        _log.error("steps are not executed again any more: %s", problem)
+        self._session.close()
+        self._begin()
+        step = self._enter(None, problem)
+        if self._checks is not None:
+            self._checks.give_up()
+        if step is None:
+            raise InvalidJobError(
+                f"{problem}, so it cannot be executed again, and nothing was protected yet; set "
+                f"failurePolicy.repeatStepsShare to 0"
+            )
+        return step
 
     def finish_steps(self) -> bool:
         """Wait until all ranks have completed all steps; see `Runner`."""
@@ -542,6 +572,9 @@ class ElasticSession(Session):
         if checks is None or holds is None:
             [total] = self._exchange.add([body.step])
             return total, False
+        checks.note_time(time.monotonic() - self._began_s)
+        if not is_checked:
+            checks.pass_over(body.step)
         with checks.paused():
             due = is_checked and checks.is_due(body.step)
             total, wanted = self._exchange.add([body.step, int(due)])

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from holdfast._elastic.step_start import StepStart
 from holdfast._session.interface import TrainingState
 from holdfast._state.dtensors import local_of
 from holdfast_core.corruption import RANKS_MAX, Divergence, Proof
-from holdfast_core.reexecution import Execution, judge
+from holdfast_core.reexecution import Difference, Execution, difference, judge, odd_one
 from holdfast_core.snapshots.layouts import TensorRole
 
 _log = logging.getLogger("holdfast")
@@ -41,6 +43,10 @@ WARM_UP_STEPS = 10
 buckets of gradients."""
 EXECUTIONS = 3
 """Executions of a step in which ranks get different gradients."""
+PASSED_OVER_MAX = 2
+"""Steps in a row that were to be checked but had no optimizer step, after which none is checked."""
+_TIMED_STEPS = 15
+"""Newest steps that were not checked, whose times are known."""
 
 
 class StepAgainError(Exception):
@@ -55,9 +61,9 @@ class _Statement(msgspec.Struct, frozen=True, kw_only=True):
     equal: bool
     """Whether this one is like the first."""
     cost_s: float
-    """Time that the executions took apart from this one."""
+    """Time that the check has taken so far: all executions, and comparing them."""
     step_s: float
-    """Time that this one took."""
+    """Time of a step that is not checked, up to its vote."""
     changed: str = ""
     """Tensor that has changed although no optimizer has stepped; empty if none has."""
     is_written: bool = False
@@ -69,7 +75,8 @@ class _Statement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _STATEMENT = msgspec.json.Decoder(_Statement)
-_EXECUTIONS = msgspec.json.Decoder(list[Execution])
+_DIGESTS = msgspec.json.Decoder(list[int])
+_DIFFERENCE = msgspec.json.Decoder(Difference)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +100,13 @@ class StepChecks:
         self._due: int | None = None
         """Step to check next; None if none is."""
         self._clean = 0
-        """Checked steps that were alike in both executions."""
+        """Checked steps since the recovery that were alike in both executions."""
+        self._origins: tuple[int, ...] = ()
+        """Ranks in which the difference began that was found since then; empty before one."""
+        self._passed_over = 0
+        """Steps in a row that were to be checked, in which no optimizer stepped."""
+        self._plain_s = deque[float](maxlen=_TIMED_STEPS)
+        """Times of the newest steps that were not checked."""
         self._recorder: Recorder | None = None
         """The record of the execution that runs now."""
         self._step = 0
@@ -116,6 +129,12 @@ class StepChecks:
         self.stop()
         self._forget()
         self._due = step + self._pause
+        self._clean, self._origins, self._passed_over = 0, (), 0
+
+    def give_up(self) -> None:
+        """Check no further step until the next recovery."""
+        self._forget()
+        self._due = None
 
     def wants(self, step: int) -> bool:
         """Whether this rank wants to check `step`."""
@@ -124,6 +143,25 @@ class StepChecks:
     def is_due(self, step: int) -> bool:
         """Whether this rank has recorded `step`, and wants to check it."""
         return self.wants(step) and self._recorder is not None
+
+    def note_time(self, step_s: float) -> None:
+        """Note how long a step took up to its vote, unless it is checked."""
+        if not self._step:
+            self._plain_s.append(step_s)
+
+    def pass_over(self, step: int) -> None:
+        """Do not check `step`, in which no optimizer has stepped. Where this happens again and
+        again, check none: gradients that add up over several steps cannot be put back."""
+        if self._step != step:
+            return
+        self.postpone(step)
+        self._passed_over += 1
+        if self._passed_over == PASSED_OVER_MAX:
+            self.give_up()
+            _log.warning(
+                "steps are not executed again: no optimizer steps in those that could be checked, "
+                "because gradients add up over several steps"
+            )
 
     def begin(self, step: int, start: StepStart | None) -> None:
         """Record the execution of `step` that begins, which is to be checked.
@@ -182,6 +220,7 @@ class StepChecks:
         own = self._state(holds, optimizers, ended_s)
         stated = [_STATEMENT.decode(text) for text in exchange.gather(msgspec.json.encode(own))]
         executions, step = stated[0].executions, self._step
+        self._passed_over = 0
         # A rank cannot repeat the step, or joined meanwhile: nothing can be compared.
         if any(each.problem or each.executions != executions for each in stated):
             problem = next((each.problem for each in stated if each.problem), "ranks have changed")
@@ -210,7 +249,7 @@ class StepChecks:
         """
         self._forget()
         if self._due is not None:
-            cost_s = max(first.cost_s, 0.0) / self._share
+            cost_s = max(first.cost_s - first.step_s, 0.0) / self._share
             self._due = step + max(1, math.ceil(cost_s / max(first.step_s, 1e-6)))
 
     def _state(self, holds: TrainingState, optimizers: Iterable[Any], ended_s: float) -> _Statement:
@@ -240,8 +279,8 @@ class StepChecks:
         return _Statement(
             executions=len(self._executions),
             equal=equal,
-            cost_s=(self._began_s - self._first_s) + (now_s - ended_s),
-            step_s=ended_s - self._began_s,
+            cost_s=now_s - self._first_s,
+            step_s=statistics.median(self._plain_s or [ended_s - self._began_s]),
             changed=changed,
             is_written=is_written,
             unit=unit,
@@ -271,26 +310,44 @@ class StepChecks:
 
     def _judge(self, step: int, exchange: Exchange, stated: list[_Statement]) -> None:
         """Conclude from three executions that are not all equal. Collective."""
-        texts = exchange.gather(msgspec.json.encode(self._executions))
-        of_ranks = [_EXECUTIONS.decode(text) for text in texts]
-        found = judge(*([one[at] for one in of_ranks] for at in range(EXECUTIONS)))
-        unit = found.unit or stated[found.differing[0]].unit
-        if not found.repeatable:
-            _log.warning(
-                "steps are not executed again any more: the gradients of step %d are different in "
-                "each execution, so training is not deterministic",
-                step,
-            )
-            self._report(step, Proof.UNREPEATABLE, found.differing, unit=unit)
+        own = msgspec.json.encode([each.digest() for each in self._executions])
+        digests = [_DIGESTS.decode(text) for text in exchange.gather(own)]
+        pair = odd_one(digests)
+        if pair is None:
+            differing = [rank for rank, (_, two, three) in enumerate(digests) if two != three]
+            self._find_unrepeatable(step, differing, stated[differing[0]].unit)
             return
-        named = found.wrong or found.differing
+        odd, right = (self._executions[at] for at in pair)
+        texts = exchange.gather(msgspec.json.encode(difference(odd, right)))
+        found = judge([_DIFFERENCE.decode(text) for text in texts])
+        before, self._origins = self._origins, found.origins
+        unit = found.unit or stated[found.origins[0]].unit
+        # Programs do some things once, and then it is no fault that all ranks differ. Faults are
+        # rare: if another rank differs soon after, the training is the cause.
+        is_once = not self._clean and 1 < len(found.origins) == len(stated)
+        if is_once or before not in ((), found.origins):
+            self._find_unrepeatable(step, found.origins, unit)
+            return
+        # Until a check was clean, nothing shows that the steps of this training can be repeated.
+        wrong = found.wrong if self._clean else ()
         _log.error(
-            "step %d: %s computed wrongly in one of three executions; training goes on with what "
-            "the other two agree on",
+            "step %d: %s in one of three executions; training goes on with what the other two "
+            "agree on",
             step,
-            f"rank {found.wrong[0]}" if found.wrong else f"one of ranks {list(named)}",
+            f"rank {wrong[0]} computed wrongly"
+            if wrong
+            else f"ranks {list(found.origins)} got other bytes",
         )
-        self._report(step, Proof.REEXECUTED, named, wrong=found.wrong, unit=unit)
+        self._report(step, Proof.REEXECUTED, found.origins, wrong=wrong, unit=unit)
+
+    def _find_unrepeatable(self, step: int, ranks: Iterable[int], unit: str) -> None:
+        """Conclude that executions differ because of the training itself."""
+        _log.warning(
+            "steps are not executed again any more: the gradients of step %d were different when "
+            "it was executed again, so training is not deterministic",
+            step,
+        )
+        self._report(step, Proof.UNREPEATABLE, ranks, unit=unit)
 
     def _report(
         self,

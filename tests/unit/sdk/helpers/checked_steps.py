@@ -46,7 +46,7 @@ class Fault:
     where: str
     """`activation`, `gradient`, `reduced gradient`, `parameter`, `moment`, or `written`: the script
     itself changes a parameter."""
-    check: int = 1
+    check: int = 2
     """It flips in a step that is checked: the first one, or a later one."""
     execution: int = 1
     """In which execution of this step."""
@@ -66,7 +66,12 @@ class Job:
     share: float = SHARE
     scaled: bool = False
     """Whether a GradScaler is used."""
-    steps: int = 14
+    gathers: int = 1
+    """Steps over which gradients add up."""
+    loads: bool = True
+    """Whether the last rank can load the state of its loader."""
+    steps: int = 80
+    """So many that the second check is over, whatever the machine does meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +86,9 @@ class Outcome:
     """Steps whose bodies ran, in their order."""
     checked: list[int]
     """Steps that were to be checked."""
+    recorded: list[int]
+    """Steps before which it waited until the save before them was copied, and then began to record
+    them."""
     drawn: list[float]
     """The random number that each of these bodies drew."""
 
@@ -179,6 +187,21 @@ def _make(job: Job) -> tuple[_Pair, nn.Module, Topology]:
     return pair, pair, Topology(dp=1, pp=ranks)
 
 
+class _Loader:
+    """The state of a data loader."""
+
+    def __init__(self, loads: bool) -> None:
+        self.loads = loads
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.loads:
+            self.loads = True  # it can load what it has when it starts again
+            raise ValueError(f"cannot go back to {state}")
+
+
 class _Trainer:
     """One rank of a job."""
 
@@ -190,6 +213,7 @@ class _Trainer:
         self.fault = job.fault if job.fault is not None and job.fault.rank == rank else None
         self.executed, self.checked = list[int](), list[int]()
         self.drawn, self.found = list[float](), list[Divergence]()
+        self.recorded, self.loader = list[int](), _Loader(job.loads or rank < ranks - 1)
         of_messages = [name for name, _ in self.model.named_parameters()]
         daemon = FakeDaemon(directory / f"{rank}", rank=rank, world_size=ranks)
 
@@ -199,7 +223,7 @@ class _Trainer:
                 optimizer=self.optimizer,
                 topology=topology,
                 daemon=daemon,
-                stateful={"scaler": self.scaler} if job.scaled else {},
+                stateful={"loader": self.loader, **({"scaler": self.scaler} if job.scaled else {})},
                 private=of_messages if job.kind == "messages" else (),
             )
 
@@ -220,6 +244,15 @@ class _Trainer:
             note(one, spoils)
 
         inner.on_step_checked = on_step_checked
+        wait = inner.wait_staged
+
+        def wait_staged() -> None:
+            body = self.session._body
+            assert body is not None and body._start is None, "what is copied later is noted later"
+            self.recorded.append(body.step)
+            wait()
+
+        inner.wait_staged = wait_staged
 
     def train(self) -> Outcome:
         """Train to the end."""
@@ -230,9 +263,10 @@ class _Trainer:
                 self.drawn.append(torch.rand(()).item() + random.random())
                 self._compute(int(step), where)
                 self._flip_after(where)
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-                self.optimizer.zero_grad()
+                if int(step) % self.job.gathers == 0:
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+                    self.optimizer.zero_grad()
         problem = str(self.session.problem or "")
         state = [
             each.to_local() if isinstance(each, DTensor) else each
@@ -246,6 +280,7 @@ class _Trainer:
             state=[each.numpy().tobytes() for each in state],
             executed=self.executed,
             checked=self.checked,
+            recorded=self.recorded,
             drawn=self.drawn,
         )
 
