@@ -53,8 +53,8 @@ class Proof(StrEnum):
     """They are not, although the steps were repeated."""
     REEXECUTED = "Reexecuted"
     """They computed other gradients in one of three executions of one step, and had not received
-    the difference from other ranks; nobody is named if several did. Training went on with what two
-    executions agreed on."""
+    the difference from other ranks. Nobody is wrong if that is not certain: `ranks` are then those
+    in which the difference began. Training went on with what two executions agreed on."""
     CHANGED = "Changed"
     """Their parameters or optimizer states changed before the optimizer stepped, which they did not
     in earlier steps."""

@@ -23,7 +23,7 @@ from typing import Any
 from local_jobs import make_job, short_folder
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
-from holdfast_core.errors import UnreachableError
+from holdfast_core.errors import HoldfastError, UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import Phase
 
@@ -175,7 +175,8 @@ async def suffer(kind: CulpritKind, rank: int, directory: Path) -> CulpritFault:
         named = kind.named(cluster.status)
         assert named is not None
         ranks_named, text = named
-        outcome = "nobody" if not ranks_named else "wrong"
+        # Of a job that is left alone nothing is to be said.
+        outcome = "nobody" if not ranks_named and kind.name != "nothing" else "wrong"
         if ranks_named == {rank}:
             outcome = "right" if kind.words in text else "unexplained"
         seconds = time.monotonic() - began_s
@@ -186,7 +187,7 @@ async def suffer(kind: CulpritKind, rank: int, directory: Path) -> CulpritFault:
 
 def _trains(status: Status) -> bool:
     assert status.phase is not Phase.FAILED, status.last_failure
-    return status.phase is Phase.RUNNING and (status.step or 0) >= 10
+    return status.phase is Phase.RUNNING and (status.step or 0) >= 12
 
 
 @dataclass(slots=True)
@@ -211,7 +212,13 @@ class Culprits:
             if time.monotonic() > until:
                 break
             with short_folder() as directory:
-                fault = asyncio.run(suffer(kind, rank, directory))
+                try:
+                    fault = asyncio.run(suffer(kind, rank, directory))
+                except (AssertionError, HoldfastError) as error:
+                    # The rest of the report says what there is; nobody was named here.
+                    fault = CulpritFault(
+                        kind=kind.name, rank=rank, outcome="nobody", seconds=0.0, text=str(error)
+                    )
             self.faults.append(fault)
             self.say(
                 f"culprit {fault.kind:<17} rank {fault.rank:>2} {fault.outcome:<7} "

@@ -1245,8 +1245,8 @@ MUTANTS = (
         edits=(
             (
                 "core/holdfast_core/reexecution.py",
-                "        if not took_part & elsewhere:\n",
-                "        if not took_part & elsewhere or rank == 0:\n",
+                "            if other != rank\n",
+                "            if other != rank and rank\n",
             ),
         ),
         test="core/test_reexecution.py",
@@ -1256,8 +1256,19 @@ MUTANTS = (
         edits=(
             (
                 "core/holdfast_core/reexecution.py",
-                "one.given[: _first_difference(one, other)]",
-                "one.given",
+                "for each in odd.given[:at]:\n",
+                "for each in odd.given:\n",
+            ),
+        ),
+        test="core/test_reexecution.py",
+    ),
+    Mutant(
+        name="name the rank that got a sum which another rank added up wrongly",
+        edits=(
+            (
+                "core/holdfast_core/reexecution.py",
+                " and not differences[found[0]].has_sums",
+                "",
             ),
         ),
         test="core/test_reexecution.py",

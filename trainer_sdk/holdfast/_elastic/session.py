@@ -400,13 +400,12 @@ class ElasticSession(Session):
             runs_again = self._is_run_again
             problem = self._undo()
             if runs_again:
-                try:
-                    step = self._run_again(problem)
-                except Exception as error:
-                    if not self.survives(error):
-                        raise
-                    continue
-                return step
+                if problem:
+                    raise InvalidJobError(
+                        f"{problem}, so it cannot be executed again; set "
+                        f"failurePolicy.repeatStepsShare to 0"
+                    )
+                return self._held.step or 0
             self._replaying = None
             if self._pipeline is not None:
                 self._pipeline.end_replay()
@@ -434,33 +433,6 @@ class ElasticSession(Session):
                     f"protected yet; this process ends so that a new one can start there"
                 )
             return step
-
-    def _run_again(self, problem: str) -> int:
-        """Return the step after which the ranks run on, once all have undone the step that they
-        compare. If one has not, they restore the recovery line, and compare no more. Collective.
-
-        Args:
-            problem: why this rank could not undo it; empty on success.
-
-        Raises:
-            InvalidJobError: there is no recovery line yet.
-        """
-        texts = [text.decode() for text in self._exchange.gather(problem.encode())]
-        problem = next(filter(None, texts), "")
-        if not problem:
-            return self._held.step or 0
-        _log.error("steps are not executed again any more: %s", problem)
-        self._session.close()
-        self._begin()
-        step = self._enter(None, problem)
-        if self._checks is not None:
-            self._checks.give_up()
-        if step is None:
-            raise InvalidJobError(
-                f"{problem}, so it cannot be executed again, and nothing was protected yet; set "
-                f"failurePolicy.repeatStepsShare to 0"
-            )
-        return step
 
     def finish_steps(self) -> bool:
         """Wait until all ranks have completed all steps; see `Runner`."""

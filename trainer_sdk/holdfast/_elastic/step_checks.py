@@ -131,11 +131,6 @@ class StepChecks:
         self._due = step + self._pause
         self._clean, self._origins, self._passed_over = 0, (), 0
 
-    def give_up(self) -> None:
-        """Check no further step until the next recovery."""
-        self._forget()
-        self._due = None
-
     def wants(self, step: int) -> bool:
         """Whether this rank wants to check `step`."""
         return self._due is not None and step >= self._due
@@ -157,7 +152,7 @@ class StepChecks:
         self.postpone(step)
         self._passed_over += 1
         if self._passed_over == PASSED_OVER_MAX:
-            self.give_up()
+            self._due = None
             _log.warning(
                 "steps are not executed again: no optimizer steps in those that could be checked, "
                 "because gradients add up over several steps"

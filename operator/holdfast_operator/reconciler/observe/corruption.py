@@ -98,8 +98,9 @@ def _in_words(
         )
     if found.proof is Proof.UNREPEATABLE:
         return (
-            f"no step is executed again in this epoch: training is not deterministic, or the script "
-            f"changes parameters before its optimizer. When step {found.step} was executed again, "
+            f"no step is executed again in this epoch: training is not deterministic, or the "
+            f"script changes parameters before its optimizer. When step {found.step} was executed "
+            f"again, "
             f"{who} differed in {unit}"
         )
     verb = "have" if known and len(ranks) > 1 else "has"

@@ -565,7 +565,9 @@ def test_steps_that_cannot_be_repeated_are_in_the_status_in_words() -> None:
     world.look()
     shown = status(world)
     text = shown["stepsNotRepeated"]
-    assert text.startswith("no step is executed again in this epoch: training is not deterministic, or")
+    assert text.startswith(
+        "no step is executed again in this epoch: training is not deterministic, or"
+    )
     assert "lastCorruption" not in shown and "corruptionCount" not in shown
     msgspec.convert(shown, JobStatus)
     assert from_document(shown["counters"], now=0.0, wall=0.0).steps_not_repeated == text

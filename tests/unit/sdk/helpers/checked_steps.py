@@ -68,8 +68,6 @@ class Job:
     """Whether a GradScaler is used."""
     gathers: int = 1
     """Steps over which gradients add up."""
-    loads: bool = True
-    """Whether the last rank can load the state of its loader."""
     steps: int = 80
     """So many that the second check is over, whatever the machine does meanwhile."""
 
@@ -187,21 +185,6 @@ def _make(job: Job) -> tuple[_Pair, nn.Module, Topology]:
     return pair, pair, Topology(dp=1, pp=ranks)
 
 
-class _Loader:
-    """The state of a data loader."""
-
-    def __init__(self, loads: bool) -> None:
-        self.loads = loads
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": 0}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.loads:
-            self.loads = True  # it can load what it has when it starts again
-            raise ValueError(f"cannot go back to {state}")
-
-
 class _Trainer:
     """One rank of a job."""
 
@@ -213,7 +196,7 @@ class _Trainer:
         self.fault = job.fault if job.fault is not None and job.fault.rank == rank else None
         self.executed, self.checked = list[int](), list[int]()
         self.drawn, self.found = list[float](), list[Divergence]()
-        self.recorded, self.loader = list[int](), _Loader(job.loads or rank < ranks - 1)
+        self.recorded = list[int]()
         of_messages = [name for name, _ in self.model.named_parameters()]
         daemon = FakeDaemon(directory / f"{rank}", rank=rank, world_size=ranks)
 
@@ -223,7 +206,7 @@ class _Trainer:
                 optimizer=self.optimizer,
                 topology=topology,
                 daemon=daemon,
-                stateful={"loader": self.loader, **({"scaler": self.scaler} if job.scaled else {})},
+                stateful={"scaler": self.scaler} if job.scaled else {},
                 private=of_messages if job.kind == "messages" else (),
             )
 
