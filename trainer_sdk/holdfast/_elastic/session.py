@@ -373,10 +373,17 @@ class ElasticSession(Session):
 
     def survives(self, error: Exception) -> bool:
         """Whether the loop continues in another world after `error`; see `Runner`."""
+        records = self._checks is not None and self._checks.records
         self._end_record()
         if self._is_run_again:
             return True
         if not self._world.survives(error):
+            if records:
+                _log.error(
+                    "this step failed while it was recorded under a torch dispatch mode, without "
+                    "compiled code, to be executed again: if it fails only then, set "
+                    "failurePolicy.repeatStepsShare to 0"
+                )
             return False
         _log.warning("a step was cut off: %s: %s", type(error).__name__, error)
         self._cause = error

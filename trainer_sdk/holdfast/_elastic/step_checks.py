@@ -131,13 +131,18 @@ class StepChecks:
         self._due = step + self._pause
         self._clean, self._origins, self._passed_over = 0, (), 0
 
+    @property
+    def records(self) -> bool:
+        """Whether an execution is recorded now."""
+        return self._recorder is not None
+
     def wants(self, step: int) -> bool:
         """Whether this rank wants to check `step`."""
         return self._due is not None and step >= self._due
 
     def is_due(self, step: int) -> bool:
         """Whether this rank has recorded `step`, and wants to check it."""
-        return self.wants(step) and self._recorder is not None
+        return self.wants(step) and self.records
 
     def note_time(self, step_s: float) -> None:
         """Note how long a step took up to its vote, unless it is checked."""

@@ -26,9 +26,11 @@ def is_named(kind: str, fault: Fault) -> bool:
     it received no sums before."""
     if fault.check == 1:
         return False
-    before_sums = {"messages": ("activation", "gradient", "reduced gradient")}
-    before_sums["ddp"] = ("activation", "gradient")
-    return fault.where in before_sums.get(kind, ("activation",))
+    before_sums = {
+        "messages": ["activation", "gradient", "reduced gradient"],
+        "ddp": ["activation", "gradient"],
+    }
+    return fault.where in before_sums.get(kind, ["activation"])
 
 
 def check_blamed(
