@@ -21,7 +21,8 @@ def opaque(tensor: torch.Tensor) -> torch.Tensor:
 
 def higher_order(tensor: torch.Tensor) -> torch.Tensor:
     """Operations within an operator of higher order, which the mode does not see either."""
-    (out,) = invoke_subgraph(lambda one: (one * 2,), "", tensor)
+    doubled = torch.fx.symbolic_trace(lambda one: (one * 2,))
+    out: torch.Tensor = invoke_subgraph(doubled, "", tensor)[0]
     return out
 
 
