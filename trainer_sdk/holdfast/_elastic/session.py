@@ -499,8 +499,7 @@ class ElasticSession(Session):
             at_end: whether the body is over, and no optimizer of this rank has stepped in it. Its
                 device may then wait for collectives that the others begin after their vote, so it
                 is waited for afterwards. Such gradients add up, so nothing is lost if this rank
-                does not finish the step without the others.
-                It is not executed again either.
+                does not finish the step without the others. Nor is it executed again.
 
         Raises:
             UnreachableError: there is no such proof, so the step is cut off.
