@@ -51,6 +51,26 @@ class Proof(StrEnum):
     """They did not get the same bytes when the steps were repeated, and others did."""
     UNDECIDED = "Undecided"
     """They are not, although the steps were repeated."""
+    REEXECUTED = "Reexecuted"
+    """They computed other gradients in one of three executions of one step, and had not received
+    the difference from other ranks. Nobody is wrong if that is not certain: `ranks` are then those
+    in which the difference began. Training went on with what two executions agreed on."""
+    CHANGED = "Changed"
+    """Their parameters or optimizer states changed before the optimizer stepped, which they did not
+    in earlier steps."""
+    UNREPEATABLE = "Unrepeatable"
+    """Nobody is wrong: a step does not give the same gradients again, or the script changes
+    parameters before the optimizer. No further step is executed again."""
+
+    @property
+    def names(self) -> bool:
+        """Whether it shows which ranks are wrong."""
+        return self in (Proof.MAJORITY, Proof.REPEATED, Proof.REEXECUTED, Proof.CHANGED)
+
+    @property
+    def is_of_executions(self) -> bool:
+        """Whether it comes from executing a step again in place, without replicas."""
+        return self in (Proof.REEXECUTED, Proof.CHANGED, Proof.UNREPEATABLE)
 
 
 class Compared(Struct, frozen=True, array_like=True, gc=False):
@@ -101,15 +121,14 @@ def bounded_divergence(found: Divergence) -> Divergence | None:
         return None
     steps = [found.step, *(each.step for each in found.history)]
     digests = [digest for each in found.history for digest in (each.dense, each.experts)]
-    names = found.proof in (Proof.MAJORITY, Proof.REPEATED)
     sane = (
         len(found.unit) <= UNIT_CHARACTERS_MAX
         and all(0 <= step <= STEP_MAX for step in steps)
         and (found.equal_step is None or 0 <= found.equal_step < found.step)
         and 1 <= found.units <= RANK_MAX
-        and 2 <= len(found.ranks) <= RANKS_MAX
+        and (1 if found.proof.is_of_executions else 2) <= len(found.ranks) <= RANKS_MAX
         and len(found.wrong) <= RANKS_MAX
-        and names == bool(found.wrong)
+        and (found.proof.names == bool(found.wrong) or found.proof is Proof.REEXECUTED)
         and all(0 <= rank <= RANK_MAX for rank in (*found.ranks, *found.wrong))
         and all(0 <= digest <= DIGEST_MAX for digest in digests)
         and len(found.history) <= HISTORY_MAX

@@ -76,7 +76,10 @@ INVALID_JOBS = [
 
 def _another(value: object) -> object:
     """Another value of a setting than its default."""
-    return not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else "1"
+    if isinstance(value, bool):
+        return not value
+    step = {int: 1, float: 0.25}.get(type(value))
+    return "1" if step is None else value + step  # type: ignore[operator]
 
 
 _UNHEARD = (

@@ -1,7 +1,8 @@
 """`make chaos`: break a cluster of real daemons at random, for as long as is wanted.
 
-Prints the seed first and a line for each fault; writes `report.json` and `report.html`. Ends with 1
-when an invariant did not hold.
+Prints the seed first and a line for each fault; writes `report.json` and `report.html`. In the last
+part of the time, jobs are held up or spoilt by one of their ranks, and the report counts how often
+the right one was named. Ends with 1 when an invariant did not hold, or a wrong rank was named.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import chaos_report
 import daemons
 from certificate_makers import expired, made
 from chaos_cluster import Surroundings, may_mount
+from chaos_culprits import Culprits
 from chaos_run import Chaos
 from redis_process import RedisServer
 from versitygw import S3Server
@@ -34,8 +36,17 @@ def main() -> int:
     add("--seed", type=int, help="what is broken follows from it (default: drawn)")
     add("--first", type=int, default=0, help="number of the first round (default 0)")
     add("--rounds", type=int, help="end after so many rounds")
+    add(
+        "--culprits",
+        type=float,
+        default=0.25,
+        metavar="SHARE",
+        help="part of the time in which culprits are to be named (default 0.25)",
+    )
     add("--report", type=Path, default=Path("build/chaos"), help="where the report goes")
     options = parser.parse_args()
+    if not 0 <= options.culprits <= 1:
+        parser.error(f"--culprits {options.culprits}: give a share from 0 to 1")
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 31)
     print(f"seed {seed}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # mounts and daemons end with us
@@ -46,16 +57,21 @@ def main() -> int:
         daemons.warm_up("holdfast_storage.s3")
         chaos = Chaos(seed, prepare(Path(scratch)), say=_say)
         chaos.records = options.report
+        culprits, until = Culprits(seed, say=_say), time.monotonic() + 60 * options.minutes
         try:
-            chaos.run(rounds, until=time.monotonic() + 60 * options.minutes)
+            chaos.run(rounds, until=until - 60 * options.minutes * options.culprits)
+            if options.culprits:
+                culprits.run(until=until)
         except KeyboardInterrupt:
             print("interrupted; the report is about what was done until now")
         finally:
             chaos.surroundings.end()
-    chaos_report.write(chaos, options.report)
+    chaos_report.write(chaos, options.report, culprits)
     print(chaos_report.verdict(chaos))
+    if culprits.faults:
+        print(culprits.verdict)
     print(f"report: {options.report}/report.html")
-    return 1 if chaos.violations else 0
+    return 1 if chaos.violations or culprits.wrong else 0
 
 
 def prepare(scratch: Path) -> Surroundings:

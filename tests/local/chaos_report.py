@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from chaos_culprits import Culprits
 from chaos_pictures import clock, colour_of, recoveries, svg, timeline
 from chaos_run import Chaos, Fault
 
@@ -69,7 +70,7 @@ def verdict(chaos: Chaos) -> str:
     )
 
 
-def write(chaos: Chaos, directory: Path) -> None:
+def write(chaos: Chaos, directory: Path, culprits: Culprits) -> None:
     """Write `report.json`, `report.html` and `timeline.png` into the directory."""
     rows = summarise(chaos.faults)
     document = {
@@ -86,9 +87,10 @@ def write(chaos: Chaos, directory: Path) -> None:
         "what_did_not_hold": chaos.violations,
         "kinds": [asdict(row) for row in rows],
         "timeline": [asdict(fault) for fault in chaos.faults],
+        "culprits": culprits.document(),
     }
     (directory / "report.json").write_text(json.dumps(document, indent=1) + "\n")
-    (directory / "report.html").write_text(_page(chaos, rows))
+    (directory / "report.html").write_text(_page(chaos, rows, culprits))
     if chaos.faults:
         picture = timeline(chaos.faults, chaos.ended_s)
         picture.savefig(directory / "timeline.png", dpi=100, facecolor="white")
@@ -117,7 +119,7 @@ i { display: inline-block; width: .7rem; height: .7rem; border-radius: 3px; marg
 """
 
 
-def _page(chaos: Chaos, rows: Sequence[Row]) -> str:
+def _page(chaos: Chaos, rows: Sequence[Row], culprits: Culprits) -> str:
     held = not chaos.violations
     pictures = (
         "<h2>The run</h2><p class=sub>Read it like a page of text: each row is a stretch of time, "
@@ -134,7 +136,7 @@ def _page(chaos: Chaos, rows: Sequence[Row]) -> str:
         f"<p class=sub>seed {chaos.seed}, {clock(chaos.ended_s)} minutes; "
         f"repeat with <code>make chaos ARGS=&quot;--seed {chaos.seed}&quot;</code></p>"
         f"<div class=tiles>{_tiles(chaos)}</div>{_violations(chaos)}"
-        f"{pictures if chaos.faults else ''}{_table(rows)}</html>\n"
+        f"{pictures if chaos.faults else ''}{_table(rows)}{_culprits(culprits)}</html>\n"
     )
 
 
@@ -192,6 +194,29 @@ def _tiles(chaos: Chaos) -> str:
     return "".join(
         f"<div class='{kind}'><b>{value}</b><span>{what}</span></div>"
         for kind, value, what in tiles
+    )
+
+
+def _culprits(culprits: Culprits) -> str:
+    """How often the rank that held up or spoilt a job was named; empty if none was to be."""
+    if not culprits.faults:
+        return ""
+    heads = ("fault of a rank", "culprit named rightly", "another one named", "median s")
+    body = "".join(
+        f"<tr><td>{row.kind}</td><td>{row.right} of {row.count}</td><td>{row.wrong}</td>"
+        f"<td>{row.median_s:.1f}</td></tr>"
+        for row in culprits.rows()
+    )
+    missed = "".join(
+        f"<p class={'bad' if fault.outcome == 'wrong' else 'sub'}>{fault.kind} of rank "
+        f"{fault.rank}: {html.escape(fault.text)}</p>"
+        for fault in culprits.faults
+        if fault.outcome != "right"
+    )
+    head = "".join(f"<th>{text}</th>" for text in heads)
+    return (
+        f"<h2>Culprits</h2><p class=sub>{culprits.verdict}. Of a job to which nothing was done, "
+        f"nothing is to be said.</p><table><tr>{head}</tr>{body}</table>{missed}"
     )
 
 

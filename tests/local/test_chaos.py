@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
+from collections import Counter
 from pathlib import Path
 
 import chaos_report
 import pytest
 from chaos import prepare
+from chaos_culprits import CULPRITS, CulpritFault, Culprits
 from chaos_kinds import KINDS, Kind
 from chaos_run import SHAPES, Chaos, draw_round
 from chaos_world import Shape, World
@@ -55,13 +58,34 @@ def test_what_does_not_hold_is_reported_with_how_to_repeat_it(tmp_path: Path) ->
     assert json.loads((kept / "schedule.json").read_text())[-1]["kind"] == "lose_two"
     assert "epoch_began" in (kept / "n0.log").read_text()
     assert (kept / "storage.txt").exists()
-    chaos_report.write(chaos, tmp_path)
+    chaos_report.write(chaos, tmp_path, Culprits(7))
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["seed"], report["violations"], report["wrong_bytes"]) == (7, 1, 0)
     assert report["faults"] == len(report["timeline"]) == len(chaos.faults)
     assert "no recovery line" in report["timeline"][-1]["violation"]
     assert (tmp_path / "report.html").read_text().count("<svg") == 2
     assert "INVARIANTS DID NOT HOLD" in chaos_report.verdict(chaos)
+
+
+def test_the_report_counts_culprits_that_were_named_rightly(tmp_path: Path) -> None:
+    culprits = Culprits(7)
+    for rank, outcome in enumerate(("right", "right", "wrong", "nobody")):
+        culprits.faults.append(
+            CulpritFault(kind="slow", rank=rank, outcome=outcome, seconds=rank, text="<rank 9>")
+        )
+    assert culprits.verdict == "culprits named rightly: 2 of 4, 1 wrongly"
+    chaos_report.write(Chaos(7, kinds=()), tmp_path, culprits)
+    (row,) = json.loads((tmp_path / "report.json").read_text())["culprits"]["kinds"]
+    assert row == {"kind": "slow", "count": 4, "right": 2, "wrong": 1, "median_s": 1.5}
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>2 of 4</td><td>1</td>" in page and page.count("&lt;rank 9&gt;") == 2
+
+
+def test_each_kind_of_culprit_is_drawn_equally_often_and_follows_from_the_seed() -> None:
+    drawn = list(itertools.islice(Culprits(5).draws(), 3 * len(CULPRITS)))
+    assert drawn == list(itertools.islice(Culprits(5).draws(), 3 * len(CULPRITS)))
+    assert Counter(kind.name for kind, _ in drawn) == {kind.name: 3 for kind in CULPRITS}
+    assert {rank for _, rank in drawn} == set(range(4))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

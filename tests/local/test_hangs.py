@@ -47,6 +47,10 @@ class Data(torch.utils.data.Dataset):
         return torch.ones(4)
 
 
+def write_checkpoint():
+    (where / "mount.fifo").open("wb").close()  # of a mount that does not answer
+
+
 def reduce_in_order(tensor, groups):
     for group in groups:
         dist.all_reduce(tensor, group=group)
@@ -62,6 +66,11 @@ def train():
     with holdfast.init(model=model, optimizer=optimizer) as session:
         step = session.restore() or 0
         for batch in torch.utils.data.DataLoader(Data(), num_workers=int(sys.argv[3])):
+            if step == 6 and rank == 1 and is_first("storage"):
+                write_checkpoint()
+            if step == 6 and rank == 1 and is_first("leaves"):
+                dist.barrier(pairs[0])
+                break
             model(batch).sum().backward()
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
@@ -82,6 +91,7 @@ train()
 def directory() -> Iterator[Path]:
     with short_folder() as path:
         os.mkfifo(path / "data.fifo")
+        os.mkfifo(path / "mount.fifo")
         yield path
 
 
@@ -143,8 +153,15 @@ def test_a_rank_that_waits_for_data_and_one_that_is_stopped_are_named(directory:
     [
         ("order", 0, ["called from `reduce_backwards` ", "they wait for each other"]),
         ("loader", 1, ["rank 1 is in its data loader, in `train` "]),
+        ("storage", 0, ["rank 1 is in code of the script, in `write_checkpoint` "]),
+        ("leaves", 0, ["rank 1 is waiting in barrier ", "3 others are waiting in all_reduce "]),
     ],
-    ids=["two groups in opposite order", "a process of the data loader"],
+    ids=[
+        "two groups in opposite order",
+        "a process of the data loader",
+        "a file on a mount that hangs",
+        "a rank that leaves the loop early",
+    ],
 )
 def test_other_hangs_are_explained(
     blocks: str, helpers: int, expected: list[str], directory: Path

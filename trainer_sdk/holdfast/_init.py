@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +46,8 @@ from holdfast._state.program_start import ProgramStart
 from holdfast_core.errors import InvalidJobError, ProtectionRequiredError
 from holdfast_core.job.snapshots import Full, Repeats
 from holdfast_core.topology import Topology
+
+_log = logging.getLogger("holdfast")
 
 
 def init(
@@ -120,6 +123,11 @@ def init(
         maker.check()
         _check_pipeline(pipeline, topology, world)
         if world is None:
+            if maker.settings.repeat_steps_share:
+                _log.warning(
+                    "repeat_steps_share: no step is executed again, because that needs the loop "
+                    "of session.steps, and world="
+                )
             return maker.session()
         return maker.elastic_session(world, pipeline)
 
@@ -218,6 +226,7 @@ class _Maker:
             pipeline=pipeline,
             reseats=SeatChanges(self.model) if uneven else None,
             rebalance_steps=given.rebalance_steps if given else 0,
+            repeat_share=self.settings.repeat_steps_share or 0.0,
         )
 
     def session(self, begun: ProgramStart | None = None) -> WorldSession:

@@ -117,6 +117,11 @@ class Settings(JobSettings):
                 f"mirror_replicas and {type(self.policy).__name__} exclude each other: no replica "
                 f"has the older state in its snapshots any more; give only one of them"
             )
+        if self.repeat_steps_share and not isinstance(self.policy or Full(), Full):
+            raise InvalidJobError(
+                f"repeat_steps_share and {type(self.policy).__name__} exclude each other: tokens "
+                f"of a step that is executed twice would count twice; give only one of them"
+            )
         if self.copy_threads < 1:
             raise InvalidJobError(f"copy_threads={self.copy_threads}: give at least 1")
         if self.nan_check_every < 0:

@@ -144,7 +144,9 @@ def status_view(
         if is_new_corruption(status):
             parts.append(Text(f"CORRUPT: {found}", style="bold red"))
         else:
-            parts.append(Text(f"replicas differed in epoch {epoch}: {found}", style="dim"))
+            parts.append(Text(f"corrupt in epoch {epoch}: {found}", style="dim"))
+    if "stepsNotRepeated" in status:
+        parts.append(Text(status["stepsNotRepeated"], style="dim"))
     # Lines: figures, in words that the operator's code wrote.
     for part, style in (
         *(("tokenLoss", ""), ("experts", "")),

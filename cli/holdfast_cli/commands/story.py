@@ -185,7 +185,7 @@ def _attention(status: Object) -> Iterator[str]:
     for slow in ("stragglers", "slowLinks"):
         lines += [each["text"] for each in status.get(slow) or [] if each.get("text")]
     if is_new_corruption(status):
-        lines.append(f"replicas diverged: {status['lastCorruption'].get('text', '')}")
+        lines.append(f"corrupt: {status['lastCorruption'].get('text', '')}")
     if status.get("keptUntil"):
         lines.append(
             f"its snapshots stay in memory until {status['keptUntil']}: mend the cause and resume "

@@ -334,6 +334,23 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             },
         ),
     ] = OnCorruption.REPORT
+    repeat_steps_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=0.5,
+            description="the part of the training time in which steps are executed again",
+            examples=[0.01],
+            extra={
+                "more": "To find ranks that compute wrongly where no replica shows it: now and "
+                "then, all ranks compute the gradients of a step twice, and a third time if they "
+                "differ. Training goes on with what two executions agree on. Needs a loop of "
+                "session.steps with world=, the policy Full, and training that is deterministic. "
+                "0: never.",
+                "setting": True,
+            },
+        ),
+    ] = 0.0
     detection: Detection = Detection()
     rules: Annotated[
         tuple[FailureRule, ...],

@@ -252,6 +252,13 @@ _WORLD = (
         field=".failurePolicy.onCorruption",
     ),
     Rule(
+        rule="self.failurePolicy.repeatStepsShare == 0.0 || self.snapshot.policy.type == 'Full'",
+        says="the policy is %s, which counts the tokens of each step, and those of a step that is "
+        "executed twice would count twice; remove it, or set snapshot.policy.type to Full",
+        values=("self.snapshot.policy.type",),
+        field=".failurePolicy.repeatStepsShare",
+    ),
+    Rule(
         rule="self.redundancy.type == 'None' || self.nodes != 1",
         says="a job of one node has no other node for its parity; use redundancy.type None, or "
         "at least 2 nodes",

@@ -357,7 +357,8 @@ class CorruptionStatus(_Part, frozen=True, kw_only=True):
         Annotated[
             str,
             Meta(
-                description="how the ranks are known: Majority, Repeated, None or Undecided",
+                description="how the ranks are known: Majority, Repeated, Reexecuted, Changed, "
+                "None or Undecided",
                 examples=["Majority"],
             ),
         ]
@@ -462,6 +463,16 @@ class JobStatus(_Part, frozen=True, kw_only=True):
     last_corruption: CorruptionStatus | None = None
     corruption_count: (
         Annotated[int, Meta(description="how often replicas have diverged, if they ever have")]
+        | None
+    ) = None
+    steps_not_repeated: (
+        Annotated[
+            str,
+            Meta(
+                description="why no step is executed again any more to find ranks that compute "
+                "wrongly, if failurePolicy.repeatStepsShare asks for it"
+            ),
+        ]
         | None
     ) = None
     strength: StrengthStatus | None = None

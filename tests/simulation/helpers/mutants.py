@@ -1239,6 +1239,61 @@ MUTANTS = (
         ),
         test="operator_side/reconciler/test_corruption.py",
     ),
+    Mutant(
+        name="blame ranks that only received what another one had computed wrongly",
+        edits=(
+            (
+                "core/holdfast_core/reexecution.py",
+                "            if other != rank\n",
+                "            if other != rank and rank\n",
+            ),
+        ),
+        test="core/test_reexecution.py",
+    ),
+    Mutant(
+        name="excuse a rank by what others gave after it had computed wrongly",
+        edits=(
+            (
+                "core/holdfast_core/reexecution.py",
+                "for each in odd.given[:at]:\n",
+                "for each in odd.given:\n",
+            ),
+        ),
+        test="core/test_reexecution.py",
+    ),
+    Mutant(
+        name="name the rank that got a sum which another rank added up wrongly",
+        edits=(
+            (
+                "core/holdfast_core/reexecution.py",
+                " and not differences[found[0]].has_sums",
+                "",
+            ),
+        ),
+        test="core/test_reexecution.py",
+    ),
+    Mutant(
+        name="go back although a wrong execution left nothing behind",
+        edits=(
+            (
+                f"{RECONCILER}/observe/corruption.py",
+                "last.proof in (Proof.UNDECIDED, Proof.REEXECUTED)",
+                "last.proof in (Proof.UNDECIDED,)",
+            ),
+        ),
+        test="operator_side/reconciler/test_corruption.py",
+    ),
+    Mutant(
+        name="go on with the first execution although the others differ from it",
+        edits=(
+            (
+                f"{ELASTIC}/step_checks.py",
+                "(executions < EXECUTIONS and not all(e.equal for e in stated))",
+                "False",
+            ),
+        ),
+        test="sdk/elastic/test_step_checks.py",
+    ),
 )
 
 

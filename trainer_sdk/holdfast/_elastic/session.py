@@ -33,7 +33,8 @@ from holdfast._elastic.connections import Begun
 from holdfast._elastic.pipeline import BoundaryReplay, Pipeline
 from holdfast._elastic.sharded import Replaced, WorldSharded
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs, return_logs
-from holdfast._elastic.step_start import StepStart
+from holdfast._elastic.step_checks import StepAgainError, StepChecks
+from holdfast._elastic.step_start import STATE_BYTES_MAX, StepStart
 from holdfast._elastic.world import World
 from holdfast._save.tally import SaveCounters
 from holdfast._session.interface import Session, TrainingState, WorldSession
@@ -123,6 +124,19 @@ class HeldState:
     state. Until it has reached these it counts as a rank whose state is lost."""
 
 
+def _why_not_repeated(*, votes: bool) -> str:
+    """Why the steps of this process are not executed again."""
+    if not votes:
+        return (
+            "no step is executed again, because this process takes no votes: it needs a daemon, "
+            "go_on_live, and optimizers of torch"
+        )
+    return (
+        "no step is executed again: experts in seats have copies, which are compared, and stages "
+        "of elastic.Pipeline cannot put back what they have sent"
+    )
+
+
 class StepBody:
     """The body of one step while it runs."""
 
@@ -133,20 +147,23 @@ class StepBody:
         self.stepped = False
         """Whether an optimizer has stepped, or is about to."""
         self.cut = False
-        """Whether a failure cut the step off before its vote passed."""
+        """Whether the step was cut off before its vote passed."""
+        self.again = False
+        """Whether it was cut off because all ranks run it again, to compare what they get."""
         self.proved: Begun | None = None
         """The collectives on the device that were begun before its vote, and have results; None
         before the vote, and after one at the end of the body."""
         self._start: StepStart | None = None
         self._problem = ""
 
-    def note(self, holds: TrainingState) -> None:
-        """Keep the state that the step may change before its vote, so that `undo` can restore
-        it."""
+    def note(self, holds: TrainingState, state_bytes_max: int) -> StepStart | None:
+        """Keep the state that the step may change before its vote, so that `undo` can restore it.
+        Return it; None if it cannot be noted."""
         try:
-            self._start = StepStart(holds.live, holds.stateful, self.step - 1)
+            self._start = StepStart(holds.live, holds.stateful, self.step - 1, state_bytes_max)
         except Exception as error:  # The user's state_dict or torch may raise anything.
             self._problem = f"the state before step {self.step} could not be noted: {error}"
+        return self._start
 
     def why_not_whole(self) -> str:
         """Why the state before the step can no longer be restored; empty while it can."""
@@ -164,7 +181,7 @@ class StepBody:
             return self._problem
         try:
             action(self._start)
-        except HoldfastError as error:
+        except Exception as error:  # also out of memory
             return f"step {self.step} was cut off: {error}"
         return ""
 
@@ -212,6 +229,8 @@ class ElasticSession(Session):
         reseats: the seats of the model's experts; None if it has none.
         rebalance_steps: steps between two checks of the experts' loads; 0 for no checks. Equal on
             all ranks.
+        repeat_share: part of the training time in which steps are executed again, to find ranks
+            that compute wrongly. Equal on all ranks.
     """
 
     def __init__(
@@ -227,6 +246,7 @@ class ElasticSession(Session):
         pipeline: Pipeline | None = None,
         reseats: Reseats | None = None,
         rebalance_steps: int = 0,
+        repeat_share: float = 0.0,
     ) -> None:
         self._world, self._make, self._reseats = world, make, reseats
         self._rebalance_steps = rebalance_steps
@@ -235,7 +255,14 @@ class ElasticSession(Session):
         self._began_s = 0.0
         """Time at which the newest body began."""
         self._optimizers, self._timeout_s = tuple(optimizers), exchange_timeout_s
-        self._begun, self._model, self._votes = begun, model, votes and world.stays
+        self._checks = None
+        """The checks of steps; None where none is executed again."""
+        if repeat_share and votes and pipeline is None and reseats is None:
+            self._checks = StepChecks(repeat_share)
+        elif repeat_share:
+            _log.warning("repeat_steps_share: %s", _why_not_repeated(votes=votes))
+        self._begun, self._model = begun, model
+        self._votes = votes and (world.stays or self._checks is not None)
         self._pipeline = pipeline
         self._replaying: ReplayPlan | None = None
         """The replay in which this rank repeats steps; None outside of a replay."""
@@ -297,7 +324,13 @@ class ElasticSession(Session):
             self._pipeline.log.drop_to(self._protected)
             self._pipeline.begin(step)
         if self._votes and (holds := self._session.holds) is not None:
-            self._body.note(holds)
+            checks = self._checks if self._replaying is None else None
+            if checks is not None and not self._held.adds_up and checks.wants(step):
+                # A bit that flips from here on must not get into the save before this step.
+                self._session.wait_staged()
+                checks.begin(step, self._body.note(holds, sys.maxsize))
+            elif self._world.stays:
+                self._body.note(holds, STATE_BYTES_MAX)
 
     def complete(self, step: int) -> bool:
         """Save the state after `step`, unless its world has ended; see `Runner`.
@@ -308,6 +341,7 @@ class ElasticSession(Session):
                 `step` is then incomplete.
         """
         # Refuse the step if a collective in its body failed, even if the script caught the error.
+        self._end_record()
         self._world.check_process()
         failure, body = self._world.failure, self._body
         if failure is not None:
@@ -342,7 +376,17 @@ class ElasticSession(Session):
 
     def survives(self, error: Exception) -> bool:
         """Whether the loop continues in another world after `error`; see `Runner`."""
+        records = self._checks is not None and self._checks.records
+        self._end_record()
+        if self._is_run_again:
+            return True
         if not self._world.survives(error):
+            if records:
+                _log.error(
+                    "this step failed while it was recorded under a torch dispatch mode, without "
+                    "compiled code, to be executed again: if it fails only then, set "
+                    "failurePolicy.repeatStepsShare to 0"
+                )
             return False
         _log.warning("a step was cut off: %s: %s", type(error).__name__, error)
         self._cause = error
@@ -363,7 +407,15 @@ class ElasticSession(Session):
             if restored is not None:
                 return restored
             # Return to a step's boundary: undo the step that was cut off, and end any replay.
-            self._undo()
+            runs_again = self._is_run_again
+            problem = self._undo()
+            if runs_again:
+                if problem:
+                    raise InvalidJobError(
+                        f"{problem}, so it cannot be executed again; set "
+                        f"failurePolicy.repeatStepsShare to 0"
+                    )
+                return self._held.step or 0
             self._replaying = None
             if self._pipeline is not None:
                 self._pipeline.end_replay()
@@ -450,11 +502,12 @@ class ElasticSession(Session):
             at_end: whether the body is over, and no optimizer of this rank has stepped in it. Its
                 device may then wait for collectives that the others begin after their vote, so it
                 is waited for afterwards. Such gradients add up, so nothing is lost if this rank
-                does not finish the step without the others.
+                does not finish the step without the others. Nor is it executed again.
 
         Raises:
             UnreachableError: there is no such proof, so the step is cut off.
             InvalidJobError: ranks are at different steps.
+            StepAgainError: the step is to be executed again.
         """
         # Do not vote on gradients that a failed collective left incomplete.
         if body.cut:
@@ -465,9 +518,11 @@ class ElasticSession(Session):
             ) from self._world.failure
         if not at_end:
             body.proved = self._world.finish_collectives()
-        # Vote: the sum is complete only if every rank has come this far.
+        # Vote: the sum is complete only if every rank has come this far. Then compare the gradients
+        # with those of an earlier execution, if this step is checked.
+        again = False
         try:
-            [total] = self._exchange.add([body.step])
+            total, again = self._add_vote(body, is_checked=not at_end)
         except Exception as error:
             if not self.survives(error):
                 raise
@@ -483,12 +538,42 @@ class ElasticSession(Session):
                 f"ranks are at different steps, this one at {body.step}: each rank runs the body "
                 f"of each step of session.steps once"
             )
+        if again:
+            body.cut = body.again = True
+            raise StepAgainError(f"step {body.step} is executed again, to compare what ranks get")
         body.voted = True
+
+    def _add_vote(self, body: StepBody, *, is_checked: bool) -> tuple[int | None, bool]:
+        """Add this rank's vote. Collective.
+
+        Returns:
+            The sum of all votes, and whether the step is to be executed again.
+        """
+        checks, holds, size = self._checks, self._session.holds, self._world.size
+        if checks is None or holds is None:
+            [total] = self._exchange.add([body.step])
+            return total, False
+        checks.note_time(time.monotonic() - self._began_s)
+        if not is_checked:
+            checks.pass_over(body.step)
+        with checks.paused():
+            due = is_checked and checks.is_due(body.step)
+            total, wanted = self._exchange.add([body.step, int(due)])
+            if total != body.step * size or not wanted:
+                return total, False
+            if wanted < size:
+                checks.postpone(body.step)
+                return total, False
+            again = checks.compare(self._exchange, holds, self._optimizers)
+        if (finding := checks.take_finding()) is not None:
+            self._session.on_step_checked(finding.divergence, finding.spoils)
+        return total, again
 
     def _passes_at_its_end(self, body: StepBody) -> bool:
         """Vote on a step in which no optimizer stepped, so that every step has exactly one vote.
         Return whether it passed."""
         try:
+            # Gradients that belong to the next steps as well cannot be computed again.
             self._vote(body, at_end=True)
         except Exception as error:
             if not self.survives(error):
@@ -518,6 +603,15 @@ class ElasticSession(Session):
                 return False
             if verdict.step == body.step:
                 return True
+
+    @property
+    def _is_run_again(self) -> bool:
+        """Whether the step that was cut off is run again in the present world."""
+        return self._body is not None and self._body.again and not self._world.ended
+
+    def _end_record(self) -> None:
+        if self._checks is not None:
+            self._checks.stop()
 
     @property
     def _torn(self) -> str:
@@ -562,11 +656,13 @@ class ElasticSession(Session):
             layer_experts=0 if self._reseats is None else self._reseats.experts,
         )
 
-    def _undo(self) -> None:
+    def _undo(self) -> str:
         """Undo the step that was cut off, if there is one. If that is impossible, the state of this
-        process is torn from then on."""
+        process is torn from then on; return why."""
+        self._end_record()
         body, self._body = self._body, None
-        if self._model is not None and self._world.groups_stay:
+        again, problem = body is not None and body.again, ""
+        if self._model is not None and (self._world.groups_stay or again):
             reset_sharded(self._model)
         for optimizer in self._optimizers:
             optimizer.zero_grad()
@@ -574,8 +670,10 @@ class ElasticSession(Session):
             reset_scalers(self._optimizers, holds.stateful)
         if self._held.step is not None and not self._held.alone:
             problem = body.undo() if body is not None and self._votes else ""
-            self._held = replace(self._held, torn=self._torn or problem)
+            torn = self._held.torn if again else self._torn
+            self._held = replace(self._held, torn=torn or problem)
         self._world.go_back_to(self._held.step or 0)
+        return problem
 
     def _build_again(self) -> None:
         """Build the sharded models again in a world of another size. If they lack the values of the
@@ -643,6 +741,8 @@ class ElasticSession(Session):
         `HeldState`."""
         self._held = HeldState(step, alone=alone)
         self._world.go_back_to(step)
+        if self._checks is not None:
+            self._checks.restart(step)
         if self._reseats is not None and self._session.holds is not None:
             self._session.on_reseated(self._reseats.report(self.epoch, step), moved=False)
         if self._pipeline is not None and not keeps_log:

@@ -35,19 +35,26 @@ class StepStart:
 
     Args:
         step: number of completed steps.
+        state_bytes_max: largest optimizer state on a device that is digested.
 
     Raises:
         HoldfastError: `stateful` holds a value that cannot be encoded, or tensors cannot be found.
     """
 
     @torch.no_grad()
-    def __init__(self, live: LiveState, stateful: Mapping[str, Stateful], step: int) -> None:
+    def __init__(
+        self,
+        live: LiveState,
+        stateful: Mapping[str, Stateful],
+        step: int,
+        state_bytes_max: int = STATE_BYTES_MAX,
+    ) -> None:
         self._live, self._stateful = live, stateful
         buffers = [source.tensor for source in live.sources() if source.eager]
         self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
         self._extras = encode_extras(collect(live, stateful, step))
         self._unchanged = InPlaceCheck(live.watched)
-        self._compared = live.compared_tensors(STATE_BYTES_MAX)
+        self._compared = live.compared_tensors(state_bytes_max)
         self._marks = {name: mark_of(tensor) for name, tensor in self._compared.items()}
 
     def check(self) -> None:
@@ -57,11 +64,31 @@ class StepStart:
         Raises:
             LayoutMismatchError: a tensor has changed; the message names it.
         """
-        if self._live.has_changed():
-            raise LayoutMismatchError("tensors were replaced since the step began")
-        name = self._unchanged.first_changed() or self._differing()
+        name = self.first_changed()
         if name is not None:
             raise LayoutMismatchError(f"{name} was changed since the step began")
+
+    def first_changed(self) -> str | None:
+        """Return the name of a parameter or an optimizer state that has changed since construction;
+        None if there is none. This reads all of them.
+
+        Raises:
+            LayoutMismatchError: tensors were replaced.
+        """
+        if self._live.has_changed():
+            raise LayoutMismatchError("tensors were replaced since the step began")
+        return self._unchanged.first_changed() or self._differing()
+
+    def was_written(self) -> bool:
+        """Whether an operation of torch has written to a tensor since construction: no fault of the
+        memory does."""
+        return self._unchanged.was_written()
+
+    def first_changed_until(self, later: StepStart) -> str | None:
+        """Return the name of a parameter or an optimizer state that has changed from this to the
+        `later` beginning of the same step; None if there is none."""
+        both = ((name, mark, later._marks.get(name)) for name, mark in self._marks.items())
+        return next((name for name, m, n in both if n is not None and not same_mark(m, n)), None)
 
     def _differing(self) -> str | None:
         """Return the name of a tensor whose bytes have changed; None if there is none."""

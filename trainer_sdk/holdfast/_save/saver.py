@@ -32,6 +32,7 @@ from holdfast._save.pipeline import SavePipeline
 from holdfast._save.tally import IDLE_S, Tally
 from holdfast._save.task import Task
 from holdfast._settings import Settings
+from holdfast_core.corruption import Divergence
 from holdfast_core.errors import (
     HoldfastError,
     ReplicaMismatchError,
@@ -84,6 +85,9 @@ class Saver:
             pending=self._pending,
             refuse=self.refuse,
         )
+        self.finding: Divergence | None = None
+        """What executing a step again has shown, if it was not the same each time. The training
+        thread writes it."""
         self.refusal: HoldfastError | None = None
         """Newest error that refuses saves until somebody changes something; None before one."""
         self._reported_s = 0.0
@@ -196,7 +200,7 @@ class Saver:
         while self._work():
             pass
         self.pipeline.drop("the session was closed")
-        if self.replica_check.divergence is not None:
+        if (self.replica_check.divergence or self.finding) is not None:
             self._send_report()  # it may have been found since the last one
         self._report_end()
         self._link.end()
@@ -293,7 +297,8 @@ class Saver:
 
     def _send_report(self) -> None:
         self._reported_s = time.monotonic()
-        report = self.tally.report(self._link.session, self.problem, self.replica_check.divergence)
+        found = self.replica_check.divergence or self.finding
+        report = self.tally.report(self._link.session, self.problem, found)
         try:
             if self._link.is_open:
                 self._client.progress(report)

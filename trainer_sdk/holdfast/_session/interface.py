@@ -20,6 +20,7 @@ from holdfast._save.tally import SaveCounters
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
 from holdfast._steps import RestartRunner, TrainStep, steps_of
+from holdfast_core.corruption import Divergence
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError, NoRecoveryLineError
 from holdfast_core.protection.replaying import ReplayPlan
@@ -275,6 +276,14 @@ class WorldSession(Session):
 
     def before_step(self, optimizer: object) -> None:
         """Wait until `optimizer` may step. The hook on its `step` calls it."""
+
+    def on_step_checked(self, found: Divergence, spoils: str) -> None:
+        """Note that a step whose gradients were computed more than once was not the same each time.
+
+        Args:
+            spoils: why the state of all ranks is wrong from now on, so that nothing is saved any
+                more; empty if it is right.
+        """
 
     def go_on(self, verdict: StandingVerdict, problem: str) -> bool:
         """Continue live after the step of `verdict`, from the state that the ranks have. Called

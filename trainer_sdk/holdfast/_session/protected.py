@@ -47,8 +47,10 @@ from holdfast._state.extras import encode_extras
 from holdfast._state.in_place import InPlaceCheck
 from holdfast._state.nested import StepHooks, notices_steps
 from holdfast._state.unseen import UnseenState
+from holdfast_core.corruption import Divergence
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import (
+    CorruptError,
     HoldfastError,
     InvalidJobError,
     NoRecoveryLineError,
@@ -109,7 +111,7 @@ class ProtectedSession(WorldSession):
             settings=settings,
             policy=strategy,
         )
-        self._stale, self._reseated = True, False
+        self._stale, self._reseated, self._spoils = True, False, ""
         self._sources: Sequence[TensorSource] | None = None
         self._eager: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._last_step: int | None = None
@@ -164,6 +166,8 @@ class ProtectedSession(WorldSession):
 
     @property
     def diverged(self) -> str:
+        if self._spoils:
+            return self._spoils
         return "its replicas differ" if self._saver.replica_check.problem is not None else ""
 
     @property
@@ -188,6 +192,14 @@ class ProtectedSession(WorldSession):
             )
         self._saver.wait_staged()
         return self._resume(self._restore.run(no_replay), "restore()")
+
+    def on_step_checked(self, found: Divergence, spoils: str) -> None:
+        self._saver.finding = found
+        if spoils:
+            self._spoils = spoils
+            self._saver.pipeline.problem = CorruptError(
+                f"{spoils}. No snapshot is taken until the job goes back to one from before that"
+            )
 
     def go_on(self, verdict: StandingVerdict, problem: str) -> bool:
         outcome = self._restore.go_on(verdict, problem, self._kept)

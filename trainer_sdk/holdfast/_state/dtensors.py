@@ -27,6 +27,12 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_dtensor_type(kind: type) -> bool:
+    """Whether tensors of a type are distributed over a device mesh."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)
+
+
 def global_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the shape of the whole DTensor, and the index in it of the local tensor's first
     element.

@@ -120,6 +120,11 @@ class InPlaceCheck:
                 f"moments; call session.wait_staged() before parameters or optimizer state change"
             )
 
+    def was_written(self) -> bool:
+        """Whether an operation of torch has written to a tensor, as its version counter tells."""
+        watched = self._watched
+        return [*versions_of(watched.listed), *versions_of(watched.beside)] != self._versions
+
     def first_changed(self) -> str | None:
         """Return the name of a tensor that has changed; None if there is none."""
         watched = self._watched

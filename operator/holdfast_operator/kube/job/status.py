@@ -110,7 +110,6 @@ def status_of(
         protected = Generation.parse(previous["protected"])  # its memory was freed
     generation = job.metadata.generation
     started = previous.get("startedAt") or (clocks.text(now) if membership is not None else None)
-    traffic = traffic_of(observed, membership)
     slow = _slow_ranks(observed, state) if phase is Phase.RUNNING else ()
     return _document(
         JobStatus(
@@ -137,6 +136,7 @@ def status_of(
             last_failure=None if state.failure is None else _failure(state.failure),
             last_corruption=None if state.corruption is None else _corruption(state.corruption),
             corruption_count=state.corruptions or None,
+            steps_not_repeated=state.steps_not_repeated or None,
             strength=_strength(strength(job, membership, len(state.joining))),
             members=_members(observed, membership, pods),
             joining=_joining(observed, state.joining, pods),
@@ -148,7 +148,7 @@ def status_of(
             experts=None if state.plan is None else _experts(state.plan),
             pace=_pace(measured_pace(job, observed, membership)),
             hang_detection=_hang_detection(job, state) if phase is Phase.RUNNING else None,
-            protection_traffic=None if traffic is None else _traffic(traffic),
+            protection_traffic=_traffic(traffic_of(observed, membership)),
             slots=fewest_slots(observed, membership) or None,
             counters=to_document(state, now=clocks.now, wall=clocks.wall),
         )
@@ -421,7 +421,9 @@ def _experts(plan: PlanReport) -> ExpertsStatus:
     )
 
 
-def _traffic(traffic: ProtectionTraffic) -> ProtectionTrafficStatus:
+def _traffic(traffic: ProtectionTraffic | None) -> ProtectionTrafficStatus | None:
+    if traffic is None:
+        return None
     return ProtectionTrafficStatus(
         node_bytes_per_second=traffic.node_bytes_s,
         bytes_per_second=traffic.bytes_s,

@@ -15,6 +15,7 @@ from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.observe.corruption import (
     is_over,
     last_corruption,
+    may_leave,
     reported,
     to_undo,
 )
@@ -27,24 +28,36 @@ def note_corruption(
 ) -> RuleResult:
     """Remember a divergence of replicas that the ranks of this epoch report, once; emit an event,
     and blame the node of the member that is wrong."""
+    if state.steps_not_repeated_epoch != membership.epoch:
+        state = replace(state, steps_not_repeated="", steps_not_repeated_epoch=0)
     found, before = reported(observation.cluster, membership), state.corruption
     if found is None:
         return RuleResult(state)
     last = last_corruption(membership, found)
-    is_known = before is not None and (last.epoch, last.step, last.proof) == (
-        before.epoch,
-        before.step,
-        before.proof,
+    if found.proof is Proof.UNREPEATABLE:
+        if state.steps_not_repeated == last.text:
+            return RuleResult(state)
+        epoch = membership.epoch
+        state = replace(state, steps_not_repeated=last.text, steps_not_repeated_epoch=epoch)
+        return RuleResult(state).post(EventReason.STEPS_NOT_REPEATED, last.text, warning=True)
+    # Ranks report what they found in a step again where replicas that differed later are equal.
+    is_known = before is not None and (
+        (last.epoch, last.step, last.proof) == (before.epoch, before.step, before.proof)
+        or (last.proof.is_of_executions and last.epoch == before.epoch and last.step < before.step)
     )
     if is_known:
         return RuleResult(state)
-    is_new = found.proof in (Proof.NONE, Proof.MAJORITY)
+    is_new = found.proof not in (Proof.REPEATED, Proof.UNDECIDED)
     state = replace(
         state,
         corruption=last,
         corruptions=state.corruptions + is_new,
         repeats_corruption=state.repeats_corruption and not is_new,
     )
+    leaves = found.proof is Proof.REEXECUTED and bool(last.node)
+    if leaves and may_leave(observation.job, state, observation.now):
+        nodes = state.corrupt_nodes | {last.node}
+        state = replace(state, corrupt_nodes=nodes, corruption_left_at=observation.now)
     text = f"{last.text}; {_what_follows(observation, state, membership)}"
     result = RuleResult(state).post(EventReason.CORRUPTION, text, warning=True)
     if last.member is None:
@@ -68,6 +81,11 @@ def _what_follows(observation: Observation, state: ControlState, membership: Mem
         if last.proof is Proof.REPEATED:
             return "all ranks go back to the newest generation"
         return "all ranks go back to the newest generation, which is from before that"
+    if last.proof is Proof.REEXECUTED:
+        goes_on = "training goes on with what two executions agree on"
+        if last.node in state.corrupt_nodes:
+            return f"{goes_on}, and the member moves once a generation is protected"
+        return goes_on
     if last.proof in (Proof.REPEATED, Proof.UNDECIDED):
         return "nothing else follows"
     if is_over(last, state):

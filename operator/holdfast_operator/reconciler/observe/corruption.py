@@ -79,6 +79,30 @@ def _in_words(
         steps = format_count(found.step - found.equal_step, "step")
         last = f"they were equal after step {found.equal_step}, {steps} before"
     subject = who if known else f"one of {who}"
+    if found.proof is Proof.REEXECUTED:
+        what = (
+            f"gradients of {unit} in step {found.step}: all ranks computed them three times, two "
+            f"of which were equal on every rank, and in the third the difference began there"
+        )
+        if known:
+            return f"{who} computed wrong {what}"
+        return (
+            f"{who} had wrong {what}, or in a sum that other ranks had added up, or it was "
+            f"received in a way that is not recorded"
+        )
+    if found.proof is Proof.CHANGED:
+        return (
+            f"{subject} has wrong bytes of {unit}: they changed in step {found.step} before its "
+            f"optimizer, which they had not done in steps that were checked earlier; wrong "
+            f"gradients have reached all ranks"
+        )
+    if found.proof is Proof.UNREPEATABLE:
+        return (
+            f"no step is executed again in this epoch: training is not deterministic, or the "
+            f"script changes parameters before its optimizer. When step {found.step} was executed "
+            f"again, "
+            f"{who} differed in {unit}"
+        )
     verb = "have" if known and len(ranks) > 1 else "has"
     why = f"{_WHY[found.proof]}; {last}"
     return f"{subject} {verb} wrong bytes of {unit} after step {found.step}: {why}"
@@ -129,9 +153,19 @@ def to_undo(
     if last.proof is Proof.REPEATED:
         may_move = state.repeats_corruption or not is_paused
         return last if may_move and last.member is not None else None
-    if last.proof is Proof.UNDECIDED or is_paused or is_over(last, state):
+    # What was executed again in place left nothing wrong behind.
+    nothing = last.proof in (Proof.UNDECIDED, Proof.REEXECUTED)
+    if nothing or is_paused or is_over(last, state):
         return None
     return last
+
+
+def may_leave(job: MoETrainingJob, state: ControlState, now: float) -> bool:
+    """Whether a member whose rank computed wrongly may leave its node: one does in a day. This
+    keeps no ranks from going back if wrong bytes are found that stay."""
+    times = (state.corruption_undone_at, state.corruption_left_at)
+    replaces = job.spec.failure_policy.on_corruption is OnCorruption.REPLACE
+    return replaces and all(at is None or now - at >= PAUSE_S for at in times)
 
 
 def members_to_move(

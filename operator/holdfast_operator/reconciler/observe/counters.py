@@ -95,6 +95,12 @@ class Counters:
     corrupt_nodes: frozenset[str] = frozenset()
     """Nodes that members have left, or shall leave, because a rank had wrong bytes there. No other
     member takes them while there is another spare."""
+    corruption_left_at: float | None = None
+    """When a member was last told to leave its node because its rank had computed wrongly, where
+    nothing had to be undone."""
+    steps_not_repeated: str = ""
+    """Why no step is executed again in `steps_not_repeated_epoch`; empty while that may be."""
+    steps_not_repeated_epoch: int = 0
     repeats_corruption: bool = False
     """Whether they repeat the steps since that, to find out which of them was wrong."""
     recovering: bool = False
@@ -174,6 +180,7 @@ _TIMES = (
     "resized_at",
     "straggler_replaced_at",
     "corruption_undone_at",
+    "corruption_left_at",
     "no_replacement_since",
     "ended_at",
 )

@@ -466,6 +466,7 @@ class EventReason(StrEnum):
     SLOW_LINKS = "SlowLinks"
     SLOW_LINKS_PASSED = "SlowLinksPassed"
     CORRUPTION = "Corruption"
+    STEPS_NOT_REPEATED = "StepsNotRepeated"
     NO_REPLACEMENT = "NoReplacement"
     JOINED = "Joined"
     JOINER_EXITED = "JoinerExited"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import yaml
 from invalid_jobs import BASE, SMALL
 
 from holdfast_core.job.parsing import parse_job
+from holdfast_core.job.rules import RULES
 from holdfast_operator.crd.__main__ import definition_text, main
 from holdfast_operator.crd.reference import MARK, page
 from holdfast_operator.crd.schema import job_schema, schema_at
@@ -54,6 +56,21 @@ def test_every_field_is_described() -> None:
         p for top, part in parts for p, field in fields(part, top) if "description" not in field
     ]
     assert bare == []
+
+
+def test_no_rule_compares_a_double_with_an_integer() -> None:
+    """An API server refuses the whole resource: CEL has no `==` of the two."""
+    schema = schema_at(job_schema(), "spec")
+    doubles = {p.rpartition(".")[2] for p, f in fields(schema, "") if f.get("type") == "number"}
+    compared = [
+        (name, number)
+        for rules in RULES.values()
+        for rule in rules
+        for name, number in re.findall(r"\.(\w+) (?:==|!=) (-?\d[\d.]*)", rule.rule)
+        if name in doubles
+    ]
+    assert "repeatStepsShare" in dict(compared)
+    assert [each for each in compared if "." not in each[1]] == []
 
 
 @pytest.mark.parametrize("document", [BASE, SMALL], ids=["base", "small"])

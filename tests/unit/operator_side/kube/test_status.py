@@ -549,13 +549,31 @@ def test_the_newest_corruption_stays_in_the_status_and_is_shown() -> None:
     console.print(status_view("llm", shown, ()))
     assert f"CORRUPT: {text}" in console.file.getvalue()  # type: ignore[attr-defined]
     told = " ".join(story_of("llm", shown, ()).split())
-    assert "What wants attention:" in told and f"replicas diverged: {text}" in told
+    assert "What wants attention:" in told and f"corrupt: {text}" in told
     for over in (shown | {"epoch": 2}, shown | {"phase": "Complete"}):
         console = Console(file=io.StringIO(), width=300)
         console.print(status_view("llm", over, ()))
         view = console.file.getvalue()  # type: ignore[attr-defined]
-        assert f"replicas differed in epoch 1: {text}" in view and "CORRUPT" not in view
-        assert "replicas diverged" not in story_of("llm", over, ())
+        assert f"corrupt in epoch 1: {text}" in view and "CORRUPT" not in view
+        assert "corrupt:" not in story_of("llm", over, ())
+
+
+def test_steps_that_cannot_be_repeated_are_in_the_status_in_words() -> None:
+    world = running()
+    found = Divergence(step=41, unit="other", ranks=(0, 1), proof=Proof.UNREPEATABLE)
+    world.divergences = dict.fromkeys(range(4), found)
+    world.look()
+    shown = status(world)
+    text = shown["stepsNotRepeated"]
+    assert text.startswith(
+        "no step is executed again in this epoch: training is not deterministic, or"
+    )
+    assert "lastCorruption" not in shown and "corruptionCount" not in shown
+    msgspec.convert(shown, JobStatus)
+    assert from_document(shown["counters"], now=0.0, wall=0.0).steps_not_repeated == text
+    console = Console(file=io.StringIO(), width=300)
+    console.print(status_view("llm", shown, ()))
+    assert text in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def with_slow_ranks(world: World, *slow: int) -> World:

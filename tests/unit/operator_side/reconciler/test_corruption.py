@@ -445,3 +445,106 @@ def test_equal_replicas_raise_no_alarm() -> None:
         conclude(world, None)
     assert world.messages("Corruption") == [] and world.record == {}
     assert world.state.corruption is None and world.membership.epoch == 1
+
+
+# --- steps that are executed again in place -------------------------------------------------------
+
+COMPUTED = Divergence(
+    step=41,
+    unit="layer2/dense",
+    ranks=(2,),
+    wrong=(2,),
+    proof=Proof.REEXECUTED,
+    compared_all=True,
+)
+CHANGED = replace(COMPUTED, proof=Proof.CHANGED)
+UNREPEATABLE = replace(COMPUTED, ranks=(0, 1, 2, 3), wrong=(), proof=Proof.UNREPEATABLE)
+
+
+def test_a_rank_that_computed_wrongly_once_is_named_and_nobody_goes_back() -> None:
+    world = job_that("Report")
+    for _ in range(3):
+        conclude(world, COMPUTED)
+    (text,) = world.messages("Corruption")
+    assert text == (
+        "rank 2 of member 2 on n2 computed wrong gradients of layer2/dense in step 41: all ranks "
+        "computed them three times, two of which were equal on every rank, and in the third the "
+        "difference began there; training goes on with what two executions agree on"
+    )
+    assert kinds(world) == {"n2": ["Corruption"]} and world.membership.epoch == 1
+    resume(world)
+    assert world.membership.epoch == 1 and world.state.corruptions == 1
+
+
+def test_its_member_moves_after_a_generation_is_protected_and_one_does_in_a_day() -> None:
+    world = job_that(spares=2)
+    conclude(world, COMPUTED)
+    assert world.membership.epoch == 1, "nothing has to be undone"
+    assert "moves once a generation is protected" in world.messages("Corruption")[0]
+    resume(world)
+    assert world.membership.epoch == 2
+    assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+    resume(world, 80)
+    conclude(world, replace(COMPUTED, step=81, ranks=(1,), wrong=(1,)))
+    resume(world, 100)
+    assert world.membership.epoch == 2, "a second node within the day stays"
+    assert world.messages("Corruption")[-1].endswith("what two executions agree on")
+
+
+def test_memory_that_changed_is_undone_as_other_wrong_bytes_are() -> None:
+    world = job_that()
+    conclude(world, CHANGED)
+    assert world.membership.epoch == 2 and world.membership.restarting == {0, 1, 2, 3}
+    assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+    (text,) = world.messages("Corruption")
+    assert text.startswith("rank 2 of member 2 on n2 has wrong bytes of layer2/dense: they changed")
+
+
+@pytest.mark.parametrize("spares", [0, 2])
+@pytest.mark.parametrize("found", [CHANGED, FOUND])
+def test_a_fault_that_left_nothing_keeps_nobody_from_going_back_later(
+    found: Divergence, spares: int
+) -> None:
+    """A device that is bad gives both."""
+    world = job_that(spares=spares)
+    conclude(world, COMPUTED)
+    resume(world)
+    epoch = world.membership.epoch
+    resume(world, 80)
+    conclude(world, replace(found, step=81, ranks=(0, 1), wrong=(1,)))
+    assert world.membership.epoch == epoch + 1
+    assert "all ranks go back" in world.messages("Corruption")[-1]
+
+
+def test_an_old_finding_does_not_count_again_after_replicas_that_differed() -> None:
+    world = job_that("Report")
+    conclude(world, COMPUTED)
+    conclude(world, replace(FOUND, step=60))
+    conclude(world, COMPUTED)
+    assert len(world.messages("Corruption")) == world.state.corruptions == 2
+    assert world.state.corruption is not None and world.state.corruption.step == 60
+
+
+def test_training_that_cannot_be_repeated_is_told_once_and_blames_nobody() -> None:
+    world = job_that()
+    for _ in range(3):
+        conclude(world, UNREPEATABLE)
+    (text,) = world.messages("StepsNotRepeated")
+    assert text.startswith("no step is executed again in this epoch: training is not deterministic")
+    assert world.state.steps_not_repeated == text
+    assert world.messages("Corruption") == [] and kinds(world) == {}
+    assert world.state.corruption is None and world.membership.epoch == 1
+    world.lose_rank(1)
+    world.divergences = {}
+    resume(world)
+    assert world.membership.epoch == 2 and world.state.steps_not_repeated == ""
+
+
+def test_of_several_ranks_that_may_have_computed_wrongly_none_is_blamed() -> None:
+    world = job_that()
+    conclude(world, replace(COMPUTED, ranks=(1, 2), wrong=()))
+    (text,) = world.messages("Corruption")
+    assert text.startswith("rank 1 of member 1 on n1, rank 2 of member 2 on n2 had wrong gradients")
+    assert "or in a sum that other ranks had added up" in text
+    resume(world)
+    assert kinds(world) == {} and world.membership.epoch == 1

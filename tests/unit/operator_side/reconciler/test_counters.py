@@ -238,6 +238,7 @@ LATER = replace(
     ),
     corruption_undone_at=95.5,
     corruption_undone_epoch=2,
+    corruption_left_at=94.5,
     corrupt_nodes=frozenset({"n2"}),
 )
 """With values for the fields that earlier versions do not have."""

@@ -1,0 +1,131 @@
+"""A bit flips in state that has no replica: the step is executed again, and the rank is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checked_steps import FIRST, Fault, Job, Outcome, outcomes_of, train_all
+from ranks import run_ranks
+
+from holdfast_core.corruption import Proof, bounded_divergence
+
+WRONG = 1
+AT_REST = ("parameter", "moment")
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def train(directory: Path, jobs: list[Job], ranks: int = 2) -> list[list[Outcome]]:
+    run_ranks(train_all, (ranks, jobs, str(directory)), ranks)
+    return outcomes_of(directory, ranks)
+
+
+def is_named(kind: str, fault: Fault) -> bool:
+    """Whether a rank is named that has computed wrongly: in an earlier check nothing was wrong, and
+    it received no sums before."""
+    if fault.check == 1:
+        return False
+    before_sums = {
+        "messages": ["activation", "gradient", "reduced gradient"],
+        "ddp": ["activation", "gradient"],
+    }
+    return fault.where in before_sums.get(kind, ["activation"])
+
+
+def check_blamed(
+    kind: str, fault: Fault, outcomes: list[Outcome], undisturbed: list[Outcome]
+) -> None:
+    """Check that all ranks find where the difference began, in the step in which the bit flipped,
+    and that the fault left nothing behind."""
+    wrong = (WRONG,) if is_named(kind, fault) else ()
+    for each, right in zip(outcomes, undisturbed, strict=True):
+        found = each.found
+        assert found is not None and found == outcomes[0].found
+        assert (found.proof, found.ranks, found.wrong) == (Proof.REEXECUTED, (WRONG,), wrong)
+        assert found.step == each.checked[fault.check - 1]
+        assert bounded_divergence(found) == found, "daemons take it"
+        assert each.executed.count(found.step) == 3
+        assert each.state == right.state and each.problem == ""
+
+
+def check_changed(outcomes: list[Outcome]) -> None:
+    """Check that all ranks name the one whose memory changed, and that nothing is saved any
+    more."""
+    for each in outcomes:
+        found = each.found
+        assert found is not None and found == outcomes[0].found
+        assert (found.proof, found.wrong) == (Proof.CHANGED, (WRONG,))
+        assert found.step == each.checked[1] == each.checked[-1]
+        assert bounded_divergence(found) == found
+        assert "so its memory is not reliable" in each.problem
+
+
+def faults(kind: str) -> list[Job]:
+    flips = [Fault(rank=WRONG, where=w) for w in ("activation", "gradient", "reduced gradient")]
+    at_rest = [Fault(rank=WRONG, where=where) for where in AT_REST]
+    early = Fault(rank=WRONG, where="activation", check=1)
+    return [Job(kind=kind, fault=each) for each in (*flips, *at_rest, early)]
+
+
+def check_faults(kind: str, directory: Path, jobs: list[Job], ranks: int) -> None:
+    found = train(directory, [Job(kind=kind, share=0.0), Job(kind=kind), *jobs], ranks)
+    undisturbed, checked, *disturbed = found
+    for each, right in zip(checked, undisturbed, strict=True):
+        assert each.found is None and each.executed.count(FIRST) == 2
+        assert each.recorded and set(each.recorded) == set(each.checked)
+        assert each.state == right.state, "steps that are executed twice change nothing"
+        assert set(each.drawn) == set(right.drawn), "and draw the same random numbers"
+    for job, outcomes in zip(jobs, disturbed, strict=True):
+        assert job.fault is not None
+        if job.fault.where in AT_REST:
+            check_changed(outcomes)
+        else:
+            check_blamed(kind, job.fault, outcomes, undisturbed)
+
+
+def test_flips_in_shards_of_fsdp_are_found_and_the_right_rank_is_named(tmp_path: Path) -> None:
+    check_faults("fsdp", tmp_path, faults("fsdp"), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["fsdp", "tp", "ddp", "messages"])
+def test_flips_in_any_execution_and_parallelism_are_found(kind: str, tmp_path: Path) -> None:
+    jobs = faults(kind)
+    for job in faults(kind):
+        assert job.fault is not None
+        if job.fault.where != "moment":
+            fault = Fault(rank=WRONG, where=job.fault.where, check=job.fault.check, execution=2)
+            jobs.append(Job(kind=kind, fault=fault))
+    check_faults(kind, tmp_path, jobs, 2 if kind == "tp" else 3)
+
+
+def test_training_that_cannot_be_repeated_is_told_from_corruption(tmp_path: Path) -> None:
+    jobs = [
+        Job(kind="fsdp", noise=True, steps=30),
+        Job(kind="fsdp", writes=True, steps=30),
+        Job(kind="fsdp", fault=Fault(rank=WRONG, where="written")),
+        Job(kind="fsdp", scaled=True, share=0.0),
+        Job(kind="fsdp", scaled=True),
+        Job(kind="fsdp", gathers=4, share=0.0),
+        Job(kind="fsdp", gathers=4),
+    ]
+    noisy, writing, late, unchecked, scaled, unasked, adding = train(tmp_path, jobs)
+    for each, right in zip(adding, unasked, strict=True):
+        assert len(each.recorded) == 2, "it ends where no optimizer steps in what is recorded"
+        assert each.found is None and each.executed == list(range(1, 81))
+        assert each.state == right.state
+    for each in late:
+        assert each.found is not None and each.found.proof is Proof.UNREPEATABLE
+        assert each.found.ranks == (WRONG,) and each.problem == ""
+        assert each.checked == [FIRST, each.found.step]
+    for outcomes, times in ((noisy, 3), (writing, 1)):
+        for each in outcomes:
+            assert each.found is not None and each.found.proof is Proof.UNREPEATABLE
+            assert bounded_divergence(each.found) == each.found
+            assert each.checked == [FIRST], "no further step is checked"
+            assert each.executed.count(FIRST) == times and each.problem == ""
+    for each, right in zip(scaled, unchecked, strict=True):
+        assert each.found is None and each.state == right.state
+        assert each.executed.count(FIRST) == 2

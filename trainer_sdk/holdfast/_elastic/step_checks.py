@@ -1,0 +1,400 @@
+"""Now and then, compute the gradients of one step twice, to find a rank that computes wrongly.
+
+Shards have no replica with which to compare them. But a forward and a backward pass change nothing
+that could not be put back (`step_start`), so a step can be cut off before its optimizer changes
+anything, and run again from the same bytes. If the ranks do not get the same gradients again, they
+run it a third time: what two executions agree on is right, and training goes on with that. Which
+rank was wrong follows from what the ranks gave to each other (`holdfast_core.reexecution`).
+
+All ranks execute a step again for the same reasons, which they exchange, and no rank does so alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from holdfast._agree.exchange import Exchange
+from holdfast._digests import digest_of
+from holdfast._elastic.recording import Recorder
+from holdfast._elastic.step_start import StepStart
+from holdfast._session.interface import TrainingState
+from holdfast._state.dtensors import local_of
+from holdfast_core.corruption import RANKS_MAX, Divergence, Proof
+from holdfast_core.reexecution import Difference, Execution, difference, judge, odd_one
+from holdfast_core.snapshots.layouts import TensorRole
+
+_log = logging.getLogger("holdfast")
+
+_OF_PARAMETERS = (TensorRole.COMPUTE, TensorRole.MASTER)
+WARM_UP_STEPS = 10
+"""Steps after a recovery of which none is checked: programs do some things once, such as forming
+buckets of gradients."""
+EXECUTIONS = 3
+"""Executions of a step in which ranks get different gradients."""
+PASSED_OVER_MAX = 2
+"""Steps in a row that were to be checked but had no optimizer step, after which none is checked."""
+_TIMED_STEPS = 15
+"""Newest steps that were not checked, whose times are known."""
+
+
+class StepAgainError(Exception):
+    """A step is cut off, because it is run again."""
+
+
+class _Statement(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank states after one execution."""
+
+    executions: int
+    """Number of executions of this step so far."""
+    equal: bool
+    """Whether this one is like the first."""
+    cost_s: float
+    """Time that the check has taken so far: all executions, and comparing them."""
+    step_s: float
+    """Time of a step that is not checked, up to its vote."""
+    changed: str = ""
+    """Tensor that has changed although no optimizer has stepped; empty if none has."""
+    is_written: bool = False
+    """Whether an operation of torch has written to a tensor since then."""
+    unit: str = ""
+    """Unit of that tensor, or any unit of this rank."""
+    problem: str = ""
+    """Why this rank cannot repeat the step; empty if it can."""
+
+
+_STATEMENT = msgspec.json.Decoder(_Statement)
+_DIGESTS = msgspec.json.Decoder(list[int])
+_DIFFERENCE = msgspec.json.Decoder(Difference)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What a check has shown."""
+
+    divergence: Divergence
+    spoils: str = ""
+    """Why the state of all ranks is wrong from this step on; empty if it is right."""
+
+
+class StepChecks:
+    """When the steps of one process are executed again, and what that shows.
+
+    Args:
+        share: part of the training time to spend on it, above 0. Equal on all ranks.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._due: int | None = None
+        """Step to check next; None if none is."""
+        self._clean = 0
+        """Checked steps since the recovery that were alike in both executions."""
+        self._origins: tuple[int, ...] = ()
+        """Ranks in which the difference began that was found since then; empty before one."""
+        self._passed_over = 0
+        """Steps in a row that were to be checked, in which no optimizer stepped."""
+        self._plain_s = deque[float](maxlen=_TIMED_STEPS)
+        """Times of the newest steps that were not checked."""
+        self._recorder: Recorder | None = None
+        """The record of the execution that runs now."""
+        self._step = 0
+        """The step that is being checked; 0 between checks."""
+        self._executions: list[Execution] = []
+        self._starts: list[StepStart] = []
+        """The state at the beginning of each of them."""
+        self._began_s = self._first_s = 0.0
+        """Times at which this execution, and the first one, began."""
+        self._finding: Finding | None = None
+        """What the newest check has shown, until it is taken."""
+
+    @property
+    def _pause(self) -> int:
+        """Steps to the next check while nobody knows how long one takes."""
+        return max(WARM_UP_STEPS, math.ceil(1 / self._share))
+
+    def restart(self, step: int) -> None:
+        """Check a step some time after `step`, to which all ranks have come by a recovery."""
+        self.stop()
+        self._forget()
+        self._due = step + self._pause
+        self._clean, self._origins, self._passed_over = 0, (), 0
+
+    @property
+    def records(self) -> bool:
+        """Whether an execution is recorded now."""
+        return self._recorder is not None
+
+    def wants(self, step: int) -> bool:
+        """Whether this rank wants to check `step`."""
+        return self._due is not None and step >= self._due
+
+    def is_due(self, step: int) -> bool:
+        """Whether this rank has recorded `step`, and wants to check it."""
+        return self.wants(step) and self.records
+
+    def note_time(self, step_s: float) -> None:
+        """Note how long a step took up to its vote, unless it is checked."""
+        if not self._step:
+            self._plain_s.append(step_s)
+
+    def pass_over(self, step: int) -> None:
+        """Do not check `step`, in which no optimizer has stepped. Where this happens again and
+        again, check none: gradients that add up over several steps cannot be put back."""
+        if self._step != step:
+            return
+        self.postpone(step)
+        self._passed_over += 1
+        if self._passed_over == PASSED_OVER_MAX:
+            self._due = None
+            _log.warning(
+                "steps are not executed again: no optimizer steps in those that could be checked, "
+                "because gradients add up over several steps"
+            )
+
+    def begin(self, step: int, start: StepStart | None) -> None:
+        """Record the execution of `step` that begins, which is to be checked.
+
+        Args:
+            start: the state at its beginning; None if it could not be noted.
+        """
+        self.stop()
+        if start is None:
+            self._forget()
+            return
+        if step != self._step:
+            self._forget()
+            self._step = step
+        self._began_s = time.monotonic()
+        self._first_s = self._first_s or self._began_s
+        self._starts.append(start)
+        recorder = Recorder()
+        recorder.begin()
+        self._recorder = recorder
+
+    def stop(self) -> None:
+        """End the record of the execution that has ended."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.end()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Record nothing of what Holdfast itself communicates within the block."""
+        return nullcontext() if self._recorder is None else self._recorder.paused()
+
+    def postpone(self, step: int) -> None:
+        """Check a later step, because not all ranks want to check `step`."""
+        self._forget()
+        if self._due is not None:
+            self._due = step + self._pause
+
+    def take_finding(self) -> Finding | None:
+        """Return what the newest check has shown, once; None if nothing was wrong."""
+        finding, self._finding = self._finding, None
+        return finding
+
+    def _forget(self) -> None:
+        self._executions.clear()
+        self._starts.clear()
+        self._step, self._first_s = 0, 0.0
+
+    def compare(self, exchange: Exchange, holds: TrainingState, optimizers: Iterable[Any]) -> bool:
+        """Compare the present execution with those before, once its gradients are complete. Return
+        whether the step is to be run again. Collective.
+
+        Raises:
+            UnreachableError: a rank does not take part.
+        """
+        ended_s = time.monotonic()
+        own = self._state(holds, optimizers, ended_s)
+        stated = [_STATEMENT.decode(text) for text in exchange.gather(msgspec.json.encode(own))]
+        executions, step = stated[0].executions, self._step
+        self._passed_over = 0
+        # A rank cannot repeat the step, or joined meanwhile: nothing can be compared.
+        if any(each.problem or each.executions != executions for each in stated):
+            problem = next((each.problem for each in stated if each.problem), "ranks have changed")
+            _log.warning("step %d is not executed again: %s", step, problem)
+            self.postpone(step)
+            return False
+        # Parameters or states have changed before the optimizer: nothing can be put back.
+        if changed := {rank: each for rank, each in enumerate(stated) if each.changed}:
+            self._find_changed(step, changed)
+            self._conclude(step, stated[0])
+            return False
+        if executions == 1 or (executions < EXECUTIONS and not all(e.equal for e in stated)):
+            return True
+        if executions == EXECUTIONS:
+            self._judge(step, exchange, stated)
+        else:
+            self._clean += 1
+        self._conclude(step, stated[0])
+        return False
+
+    def _conclude(self, step: int, first: _Statement) -> None:
+        """End the check of `step`, and choose the next one.
+
+        Args:
+            first: what rank 0 has stated, so that all ranks choose the same.
+        """
+        self._forget()
+        if self._due is not None:
+            cost_s = max(first.cost_s - first.step_s, 0.0) / self._share
+            self._due = step + max(1, math.ceil(cost_s / max(first.step_s, 1e-6)))
+
+    def _state(self, holds: TrainingState, optimizers: Iterable[Any], ended_s: float) -> _Statement:
+        """What this rank states of the present execution, which is added to the others."""
+        changed = problem = unit = ""
+        equal = is_written = False
+        recorder = self._recorder
+        assert recorder is not None
+        try:
+            units = _units_of(holds)
+            unit = next(iter(units.values()), "")
+            changed = self._starts[-1].first_changed() or ""
+            changed = changed or self._starts[0].first_changed_until(self._starts[-1]) or ""
+            is_written = self._starts[-1].was_written()
+            unit = units.get(changed, unit)
+            execution = Execution(
+                given=tuple(recorder.given),
+                gradients=_digest_gradients(optimizers, holds, units),
+                whole=recorder.whole,
+            )
+            self._executions.append(execution)
+            equal = execution == self._executions[0]
+        except Exception as error:  # torch may raise anything, and training has to go on
+            problem = f"{type(error).__name__}: {error}"
+            self._executions.append(Execution())
+        now_s = time.monotonic()
+        return _Statement(
+            executions=len(self._executions),
+            equal=equal,
+            cost_s=now_s - self._first_s,
+            step_s=statistics.median(self._plain_s or [ended_s - self._began_s]),
+            changed=changed,
+            is_written=is_written,
+            unit=unit,
+            problem=problem,
+        )
+
+    def _find_changed(self, step: int, changed: Mapping[int, _Statement]) -> None:
+        """Conclude from tensors that have changed although no optimizer had stepped. A script that
+        changes them itself increments their version counters, or does so in each step; so it is a
+        fault if no counter rose, and earlier checks saw none."""
+        rank, first = next(iter(changed.items()))
+        if len(changed) > 1 or first.is_written or not self._clean:
+            _log.warning(
+                "steps are not executed again any more: %s of rank %d changes before the optimizer "
+                "steps",
+                first.changed,
+                rank,
+            )
+            self._report(step, Proof.UNREPEATABLE, sorted(changed), unit=first.unit)
+            return
+        why = (
+            f"{first.changed} of rank {rank} has changed before the optimizer stepped in step "
+            f"{step}, so its memory is not reliable; wrong values have reached all ranks"
+        )
+        _log.error("%s", why)
+        self._report(step, Proof.CHANGED, [rank], wrong=[rank], unit=first.unit, spoils=why)
+
+    def _judge(self, step: int, exchange: Exchange, stated: list[_Statement]) -> None:
+        """Conclude from three executions that are not all equal. Collective."""
+        own = msgspec.json.encode([each.digest() for each in self._executions])
+        digests = [_DIGESTS.decode(text) for text in exchange.gather(own)]
+        pair = odd_one(digests)
+        if pair is None:
+            differing = [rank for rank, (_, two, three) in enumerate(digests) if two != three]
+            self._find_unrepeatable(step, differing, stated[differing[0]].unit)
+            return
+        odd, right = (self._executions[at] for at in pair)
+        texts = exchange.gather(msgspec.json.encode(difference(odd, right)))
+        found = judge([_DIFFERENCE.decode(text) for text in texts])
+        before, self._origins = self._origins, found.origins
+        unit = found.unit or stated[found.origins[0]].unit
+        # Programs do some things once, and then it is no fault that all ranks differ. Faults are
+        # rare: if another rank differs soon after, the training is the cause.
+        is_once = not self._clean and 1 < len(found.origins) == len(stated)
+        if is_once or before not in ((), found.origins):
+            self._find_unrepeatable(step, found.origins, unit)
+            return
+        # Until a check was clean, nothing shows that the steps of this training can be repeated.
+        wrong = found.wrong if self._clean else ()
+        _log.error(
+            "step %d: %s in one of three executions; training goes on with what the other two "
+            "agree on",
+            step,
+            f"rank {wrong[0]} computed wrongly"
+            if wrong
+            else f"ranks {list(found.origins)} got other bytes",
+        )
+        self._report(step, Proof.REEXECUTED, found.origins, wrong=wrong, unit=unit)
+
+    def _find_unrepeatable(self, step: int, ranks: Iterable[int], unit: str) -> None:
+        """Conclude that executions differ because of the training itself."""
+        _log.warning(
+            "steps are not executed again any more: the gradients of step %d were different when "
+            "it was executed again, so training is not deterministic",
+            step,
+        )
+        self._report(step, Proof.UNREPEATABLE, ranks, unit=unit)
+
+    def _report(
+        self,
+        step: int,
+        proof: Proof,
+        ranks: Iterable[int],
+        *,
+        wrong: Iterable[int] = (),
+        unit: str,
+        spoils: str = "",
+    ) -> None:
+        divergence = Divergence(
+            step=step,
+            unit=unit,
+            ranks=tuple(ranks)[:RANKS_MAX],
+            wrong=tuple(wrong),
+            proof=proof,
+            compared_all=True,
+        )
+        self._finding = Finding(divergence=divergence, spoils=spoils)
+        if proof in (Proof.UNREPEATABLE, Proof.CHANGED):
+            self._due = None
+
+
+def _units_of(holds: TrainingState) -> dict[str, str]:
+    """The unit of each tensor of this rank, by its name."""
+    return {source.name: str(source.unit) for source in holds.live.sources()}
+
+
+def _digest_gradients(
+    optimizers: Iterable[Any], holds: TrainingState, units: Mapping[str, str]
+) -> dict[str, int]:
+    """Digest the gradients that the optimizers are about to apply, by the unit of their parameter
+    where that is known."""
+    of_address = {
+        source.tensor.data_ptr(): units[source.name]
+        for source in holds.live.sources()
+        if source.role in _OF_PARAMETERS and source.tensor.numel()
+    }
+    digests = dict[str, Any]()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None or not isinstance(gradient, torch.Tensor):
+                    continue
+                unit = of_address.get(local_of(parameter.detach()).data_ptr(), "")
+                digest = digests.setdefault(unit, xxhash.xxh3_64())
+                digest.update(digest_of([local_of(gradient.detach())]).to_bytes(8, "little"))
+    return {unit: digest.intdigest() for unit, digest in digests.items()}
