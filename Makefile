@@ -32,7 +32,7 @@ PROTOC := 1.62.3
 OLDEST := $(addprefix tests/unit/,protos daemon/transport daemon/trainers daemon/csi sdk/daemon \
 	sdk/copying sdk/test_session.py) tests/contract/test_control_stream.py \
 	--ignore=tests/unit/daemon/trainers/test_receiving.py
-CLUSTER := $(BIN)/python tests/cluster/cli.py
+CLUSTER := $(BIN)/python tests/cluster/helpers/cli.py
 CRD := crds/holdfast.dev_moetrainingjobs.yaml
 SETTINGS := trainer_sdk/holdfast/_job_settings.py
 
@@ -169,7 +169,6 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated files
 	  || { echo "not what the job's types say: run 'make crds'" >&2; exit 1; }
 	echo "== generated files of the chart"; $(BIN)/python charts/chart_files.py --check
 	echo "== types"; $(BIN)/python -m mypy $(CHECKED)
-	$(BIN)/python -m mypy tests/cluster/conftest.py
 
 # No link is checked outside the site, and nothing is fetched.
 .PHONY: docs
@@ -220,8 +219,8 @@ test-stores: $(STAMP) ## Run the tests of durable storage on emulators of Google
 test-torchtitan: $(STAMP) ## Run the tests that train with torchtitan, which has an environment of its own
 	@$(call overlay,torchtitan,fsspec)
 	PYTHONPATH="$$("$$overlay/bin/python" $(site))" $(BIN)/python -m pytest -n $(PYTEST_WORKERS) \
-	  --dist worksteal tests/unit/sdk/integrations/test_torchtitan.py tests/local/test_torchtitan.py \
-	  tests/unit/sdk/launch/test_forking.py $(ARGS)
+	  --dist worksteal tests/unit/sdk/integrations/test_torchtitan.py \
+	  tests/local/frameworks/test_torchtitan.py tests/unit/sdk/launch/test_forking.py $(ARGS)
 
 .PHONY: test-deepspeed
 test-deepspeed: $(STAMP) ## Run the tests that train with DeepSpeed, which has an environment of its own
@@ -251,7 +250,8 @@ test-schedules: $(STAMP) ## Run ten thousand schedules of the simulation, and mo
 # Not with -m: each daemon that is forked would import the main module anew, pictures and all.
 .PHONY: chaos
 chaos: $(STAMP) redis versitygw ## Break real processes at random for 30 minutes; ARGS="--minutes 3 --seed 1"
-	@HOLDFAST_CACHE="$(HOLDFAST_CACHE)" GRPC_VERBOSITY=NONE PYTHONPATH=tests/local:tests/contract/storage/helpers \
+	@HOLDFAST_CACHE="$(HOLDFAST_CACHE)" GRPC_VERBOSITY=NONE \
+	  PYTHONPATH=tests/local/chaos:tests/local/helpers:tests/contract/storage/helpers \
 	  $(BIN)/python -c 'import sys, chaos; sys.exit(chaos.main())' $(ARGS)
 
 .PHONY: format
@@ -277,8 +277,8 @@ push: images ## Build and push them, and write values and a job that use them; R
 .PHONY: cluster-demo
 cluster-demo: $(STAMP) ## The same on a real Kubernetes: a rank, a pod, a daemon, a node, the operator
 	@$(CLUSTER) build
-	HOLDFAST_CACHE="$(HOLDFAST_CACHE)" PYTHONPATH=tests/cluster \
-	  $(BIN)/python tests/cluster/cluster_demo.py --report build/cluster-demo/report.json $(ARGS)
+	HOLDFAST_CACHE="$(HOLDFAST_CACHE)" PYTHONPATH=tests/cluster/helpers \
+	  $(BIN)/python tests/cluster/helpers/cluster_demo.py --report build/cluster-demo/report.json $(ARGS)
 
 .PHONY: cluster
 cluster: $(STAMP) ## Start Kubernetes on this machine, with our images; ARGS="--nodes 3"
@@ -313,7 +313,7 @@ test-py312: $(STAMP) ## Run that folder here, with the Python and torch of such 
 bench: $(STAMP) ## Measure snapshots beside other packages; NAME=list shows what else can be measured
 	@name="$(or $(NAME),snapshot)" paths= sites=
 	case "$$name" in
-	operator) paths=tests/cluster ;;
+	operator) paths=tests/cluster/helpers ;;
 	snapshot | dependencies | s3)
 	  $(call overlay,bench)
 	  paths=$$("$$overlay/bin/python" $(site)) ;;

@@ -168,7 +168,7 @@ def measure(
 def _job(
     stack: Stack, mode: Mode, steps: int, folder: Path, sites: Mapping[str, Path]
 ) -> AbstractAsyncContextManager[Job]:
-    paths = [ROOT, ROOT / "examples", ROOT / "tests" / "local"]
+    paths = [ROOT, ROOT / "examples", ROOT / "tests" / "local" / "trainers"]
     if stack.packages:
         paths.append(sites[stack.packages])
     path = os.pathsep.join(map(str, paths))

@@ -25,7 +25,7 @@ from machine import ClusterError, wait_for
 
 from holdfast_cli.local.processes import ProcessId, is_alive, send
 
-HERE = Path(__file__).parent
+HELPERS = Path(__file__).parent / "helpers"
 NAMESPACE = "cluster-test"
 KUBELET_PORT = 10250
 WAIT_S = 90.0
@@ -300,7 +300,7 @@ def _start_owner() -> tuple[subprocess.Popen[str], Cluster, list[ProcessId]]:
     """Another process with a cluster of its own; its processes."""
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER],
-        cwd=HERE,
+        cwd=HELPERS,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -351,7 +351,7 @@ def test_what_a_crashed_owner_left_is_cleared_and_nothing_else(cluster: Cluster)
 def test_a_machine_without_go_gets_one_sentence() -> None:
     command = [sys.executable, "cli.py", "up"]
     done = subprocess.run(
-        command, cwd=HERE, env={"PATH": "/nowhere"}, capture_output=True, text=True, check=False
+        command, cwd=HELPERS, env={"PATH": "/nowhere"}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
     assert done.stderr.splitlines() == [

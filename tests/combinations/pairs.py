@@ -154,7 +154,8 @@ _TOKENS = (
 )
 _GRADIENTS = f"{_FRAMEWORKS}::test_windows_whose_gradients_are_computed_within_a_step_are_refused"
 _EXAMPLES = (
-    "tests/local/test_frameworks.py::test_an_example_that_is_killed_ends_like_one_that_was_not"
+    "tests/local/frameworks/test_frameworks.py::"
+    "test_an_example_that_is_killed_ends_like_one_that_was_not"
 )
 _REFUSED_WRAPPERS = (
     "tests/unit/sdk/moe/test_snapshots.py::"
@@ -168,14 +169,14 @@ _TP_OF_SEATS = (
     "test_tensor_parallelism_beside_seats_is_refused_when_it_is_applied"
 )
 _WRAPPED_STAGES = (
-    "tests/local/test_stages.py::test_a_lost_stage_that_torch_wraps_repeats_steps_alone"
+    "tests/local/snapshots/test_stages.py::test_a_lost_stage_that_torch_wraps_repeats_steps_alone"
 )
 _HOOKS = (
-    "tests/local/test_staying_routed.py::"
+    "tests/local/staying/test_staying_routed.py::"
     "test_hooks_count_the_tokens_of_all_ranks_and_a_recovery_says_which_were_lost"
 )
 ELSEWHERE = {
-    ("FSDP2", "Full"): "tests/local/test_sharded.py::"
+    ("FSDP2", "Full"): "tests/local/staying/test_sharded.py::"
     "test_a_lost_rank_alone_restores_the_step_that_the_others_have",
     ("FSDP2", "PartialExperts"): _LEFT_OUT_TOGETHER,
     ("FSDP2", "Selective"): _LEFT_OUT_TOGETHER,
@@ -183,7 +184,7 @@ ELSEWHERE = {
     ("FSDP2", "seats"): _REFUSED_WRAPPERS,
     ("FSDP2", "seats, windows"): _REFUSED_WRAPPERS,
     ("FSDP2", "stages"): _WRAPPED_STAGES,
-    ("TP", "Full"): "tests/local/test_staying_dtensors.py::"
+    ("TP", "Full"): "tests/local/staying/test_staying_dtensors.py::"
     "test_only_the_lost_rank_starts_again_and_all_have_the_bits_of_an_undisturbed_run",
     ("TP", "PartialExperts"): _LEFT_OUT_TOGETHER,
     ("TP", "Selective"): _LEFT_OUT_TOGETHER,
@@ -191,7 +192,7 @@ ELSEWHERE = {
     ("TP", "seats"): _TP_OF_SEATS,
     ("TP", "seats, windows"): _TP_OF_SEATS,
     ("TP", "stages"): _WRAPPED_STAGES,
-    ("DDP", "Full"): "tests/local/test_staying_ddp.py::"
+    ("DDP", "Full"): "tests/local/staying/test_staying_ddp.py::"
     "test_a_rank_that_dies_is_the_only_one_that_starts_again",
     ("DDP", "PartialExperts"): _HOOKS,
     ("DDP", "Selective"): _HOOKS,

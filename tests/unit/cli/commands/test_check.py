@@ -1,4 +1,5 @@
-"""What `holdfast check` takes, refuses and shows; `tests/local/test_check.py` checks scripts."""
+"""What `holdfast check` takes, refuses and shows; `tests/local/commands/test_check.py` checks
+scripts."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from torch import nn
 import holdfast
 
 EXPERTS, WIDTH, TOKENS = 4, 16, 12
-_EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_moe.py"
+_EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_moe.py"
 PACE_S = 0.03
 
 

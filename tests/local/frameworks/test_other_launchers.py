@@ -34,7 +34,7 @@ from holdfast_operator.reconciler.observe.views import (
 from holdfast_operator.reconciler.reconcile import reconcile
 from holdfast_protos import codec, control_pb2
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RANKS, STEPS, WAIT_S = 2, 100_000, 300.0
 RUN = """
 import logging, runpy, sys

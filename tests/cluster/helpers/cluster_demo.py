@@ -2,7 +2,7 @@
 operator, and finishes with the bytes of an undisturbed run. Jobs of one and two nodes train beside
 it.
 
-    python tests/cluster/cluster_demo.py --report build/cluster-demo/report.json
+    python tests/cluster/helpers/cluster_demo.py --report build/cluster-demo/report.json
 
 Starts a Kubernetes of five nodes on this machine, installs the chart by helm, applies
 `examples/moe-job.yaml`, and ends with the table, the plot and the report of `make demo`.

@@ -21,7 +21,7 @@ from operator_process import NODE_RECORD, OperatorProcess
 
 from holdfast_operator.kube.pods.manifests import SOCKETS_PATH
 
-RESOURCE = Path(__file__).resolve().parents[2] / "crds" / "holdfast.dev_moetrainingjobs.yaml"
+RESOURCE = Path(__file__).resolve().parents[3] / "crds" / "holdfast.dev_moetrainingjobs.yaml"
 NAMESPACE = "operator-api"
 NODES = ("node1", "node2", "node3", "node4", "node5")
 WAIT_S = 60.0

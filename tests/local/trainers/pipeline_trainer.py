@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from staying_trainer import Faults
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 import train_moe_pipeline
 
 from holdfast import SaveHandle

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from machine import ClusterError, cache, environment, locked, run
 
-SOURCES = Path(__file__).resolve().parent / "go"
+SOURCES = Path(__file__).resolve().parents[1] / "go"
 KWOK_STAGES = "kwok-stages.yaml"
 """What simulated nodes and pods do; KWOK does nothing without it."""
 

@@ -134,7 +134,7 @@ CULPRITS = (
 
 def job_of(directory: Path) -> MoETrainingJob:
     """A job of two members with two ranks each."""
-    script = Path(__file__).with_name("culprit_trainer.py")
+    script = Path(__file__).parents[1] / "trainers" / "culprit_trainer.py"
     return make_job(
         "culprits",
         [sys.executable, str(script), str(directory)],

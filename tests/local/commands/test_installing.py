@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SOURCES = tuple(PROJECT["tool"]["setuptools"]["packages"]["find"]["where"])
 GROUPS = ("trainer", "daemon", "catalogue", "operator", "cli")

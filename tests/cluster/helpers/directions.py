@@ -53,7 +53,7 @@ Install Holdfast, and train:
   kubectl wait moejob moe --for=jsonpath='{{.status.phase}}'=Running --timeout 5m
   .venv/bin/holdfast status -n default moe
 Break it:
-  .venv/bin/python tests/cluster/cli.py kill node2      # and: boot, partition, heal
+  .venv/bin/python tests/cluster/helpers/cli.py kill node2      # and: boot, partition, heal
 End it:
   make cluster-down"""
 

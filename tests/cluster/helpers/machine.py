@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from holdfast_core.errors import HoldfastError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 """The repository."""
 
 STATE = Path("/var/lib/holdfast-cluster")

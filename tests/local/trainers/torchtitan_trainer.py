@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import derive
 from torchtitan.train import main
 from torchtitan.trainer import Trainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 from waiting import wait_for
 
 WAIT_S = 600.0

@@ -1,6 +1,6 @@
 """`holdfast check` of real scripts in real processes: those of its page, and all that can go wrong.
 
-    python tests/local/test_check.py
+    python tests/local/commands/test_check.py
 
 writes what the scripts of the page print now into the page."""
 
@@ -20,7 +20,7 @@ from waiting import wait_for
 from holdfast_cli.local.directory import RunDirectory
 from holdfast_cli.local.processes import marked_processes
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "checking.md"
 WAIT_S = 400.0
 RUN = re.compile(r"(?ms)^```python\n(.*?)^```$.*?^```\n(captured\n.*?)\n```$")
@@ -73,7 +73,7 @@ def test_the_page_shows_what_is_printed(number: int, code: int, tmp_path: Path) 
     script, report = runs[number]
     checked = check(tmp_path, script)
     assert checked.returncode == code, checked.stderr
-    assert checked.stdout.strip() == report.strip(), "run python tests/local/test_check.py"
+    assert checked.stdout.strip() == report.strip(), "run python tests/local/commands/test_check.py"
 
 
 @pytest.mark.slow

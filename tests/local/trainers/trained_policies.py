@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 from waiting import wait_saved
 
 import holdfast

@@ -23,7 +23,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
 
 import holdfast
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 from train_huggingface import Passages  # noqa: E402
 

@@ -14,7 +14,7 @@ from holdfast_cli.local import LocalCluster, LocalSettings
 from holdfast_cli.main import main
 from holdfast_core.job.parsing import parse_job
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 WAIT_S = 240.0
 
 

@@ -12,7 +12,9 @@ import yaml
 
 from holdfast_core.job.schema import SETTINGS
 
-_TABLE = yaml.safe_load((Path(__file__).parent / "invalid_jobs.yaml").read_text(encoding="utf-8"))
+_TABLE = yaml.safe_load(
+    (Path(__file__).parents[1] / "invalid_jobs.yaml").read_text(encoding="utf-8")
+)
 
 BASE: dict[str, Any] = _TABLE["base"]
 SMALL: dict[str, Any] = {

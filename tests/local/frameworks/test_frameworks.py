@@ -21,7 +21,7 @@ from holdfast_core.job.status import RecoveryMode
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.observe.counters import Outcome
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 STEPS = 30
 KILL_AFTER = 8
 WAIT_S = 240.0
@@ -138,7 +138,8 @@ def test_the_example_for_accelerate_keeps_all_processes_but_the_one_that_is_kill
 def test_a_model_of_transformers_in_a_loop_of_its_own_keeps_the_processes_that_are_left(
     directory: Path, others: tuple[str, ...]
 ) -> None:
-    script, killed = Path(__file__).with_name("huggingface_trainer.py"), directory / "killed"
+    script = Path(__file__).parents[1] / "trainers" / "huggingface_trainer.py"
+    killed = directory / "killed"
     memory = directory / "memory"
     announced = asyncio.run(run_killed("huggingface", script, killed, memory, *others))
     assert announced is RecoveryMode.IN_PLACE

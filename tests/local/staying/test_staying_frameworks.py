@@ -22,8 +22,8 @@ from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.reconciler.observe.counters import Outcome
 
-LOCAL = Path(__file__).resolve().parent
-EXAMPLES = LOCAL.parents[1] / "examples"
+TRAINERS = Path(__file__).resolve().parents[1] / "trainers"
+EXAMPLES = TRAINERS.parents[2] / "examples"
 NODES, NPROC = 2, 2
 RANKS = NODES * NPROC
 STEPS = 150
@@ -38,7 +38,7 @@ def job_of(script: Path, folder: Path, options: tuple[str, ...]) -> MoETrainingJ
         nodes=NODES,
         nproc=NPROC,
         env={
-            "PYTHONPATH": os.pathsep.join([str(LOCAL), str(EXAMPLES)]),
+            "PYTHONPATH": os.pathsep.join([str(TRAINERS), str(EXAMPLES)]),
             "OMP_NUM_THREADS": "1",
             "HOLDFAST_PRELOAD": PRELOADED[script],
         },
@@ -134,7 +134,7 @@ def run_undisturbed(script: Path, folder: Path, *options: str) -> None:
         check=True,
         timeout=WAIT_S,
         env=os.environ
-        | {"PYTHONPATH": os.pathsep.join([str(LOCAL), str(EXAMPLES)]), "OMP_NUM_THREADS": "1"},
+        | {"PYTHONPATH": os.pathsep.join([str(TRAINERS), str(EXAMPLES)]), "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -158,8 +158,8 @@ def _lasting(line: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name not in ("pid", "time")}
 
 
-HUGGING_FACE = LOCAL / "staying_huggingface_trainer.py"
-LIGHTNING = LOCAL / "staying_lightning_trainer.py"
+HUGGING_FACE = TRAINERS / "staying_huggingface_trainer.py"
+LIGHTNING = TRAINERS / "staying_lightning_trainer.py"
 PRELOADED = {
     HUGGING_FACE: "holdfast.integrations.huggingface,transformers.models.mixtral.modeling_mixtral",
     LIGHTNING: "holdfast.integrations.lightning,torchdata.stateful_dataloader",

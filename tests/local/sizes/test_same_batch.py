@@ -28,7 +28,7 @@ WAIT_S = 100.0
 TOLERANCE = 1e-9
 
 
-FRAMEWORKS = Path(__file__).with_name("same_batch_framework_trainer.py")
+FRAMEWORKS = Path(__file__).parents[1].joinpath("trainers", "same_batch_framework_trainer.py")
 
 
 def make_run(directory: Path, layout: str = "ddp", **spec: Any) -> Run:

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit/sdk/helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "unit/sdk/helpers"))
 
 WIDTH, BATCH, BLOCKS = 16, 8, 3
 LATE = 4

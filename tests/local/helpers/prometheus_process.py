@@ -18,7 +18,7 @@ import yaml
 from ports import reserve_port
 from waiting import wait_for
 
-FILES = Path(__file__).resolve().parents[2] / "charts" / "holdfast" / "files"
+FILES = Path(__file__).resolve().parents[3] / "charts" / "holdfast" / "files"
 SCRAPE = "1s"
 RATE_INTERVAL = "5m"
 """What Grafana puts in place of $__rate_interval and $__range; here, longer than any test."""

@@ -92,7 +92,7 @@ def command(
     """Trainer and arguments of a run that writes into `to`."""
     to.mkdir()
     return [
-        str(Path(__file__).with_name(f"{script}.py")),
+        str(Path(__file__).parents[1].joinpath("trainers", f"{script}.py")),
         *("--module", script, "--config", "tiny_moe"),
         *("--training.steps", str(steps)),
         *("--hf_assets_path", str(assets / "tokenizer")),
