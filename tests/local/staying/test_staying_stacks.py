@@ -34,10 +34,14 @@ LOST = (1, 3)
 """Members that are lost at the same time: one parity group's, all that hold one shard under HSDP,
 and all of a group of FSDP2 under tensor parallelism."""
 ROWS = {
+    ("fsdp2", "RAIM5"): RestoreSource.STORAGE,
     ("fsdp2", "RAIM6"): RestoreSource.PARITY,
     ("hsdp", "RAIM5"): RestoreSource.STORAGE,
+    ("hsdp", "RAIM6"): RestoreSource.PARITY,
+    ("tp", "RAIM5"): RestoreSource.STORAGE,
     ("tp", "RAIM6"): RestoreSource.PARITY,
     ("ddp", "RAIM5"): RestoreSource.LIVE,
+    ("ddp", "RAIM6"): RestoreSource.LIVE,
 }
 """A layout and its redundancy → what the two lost members come from."""
 
