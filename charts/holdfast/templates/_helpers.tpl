@@ -183,7 +183,7 @@ imagePullSecrets:
 {{/* Whether the operator closes suspect nodes: "true" or empty. */}}
 {{- define "holdfast.closesNodes" -}}
 {{- $operator := .Values.operator -}}
-{{- if ne $operator.suspectNodes "None" -}}
+{{- if has $operator.suspectNodes (list "Taint" "Cordon") -}}
 {{- if not $operator.nodeRecord.enabled -}}
 {{- fail "operator.suspectNodes needs the record of nodes: set operator.nodeRecord.enabled, or None" -}}
 {{- end -}}

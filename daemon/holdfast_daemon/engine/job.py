@@ -872,6 +872,11 @@ class JobEngine:
         return overview.evidence(self.memory)
 
     @property
+    def rebuilds(self) -> bool:
+        """Whether snapshots are being rebuilt or loaded here, which fills this node's links."""
+        return bool(self.memory.rebuilds)
+
+    @property
     def settled(self) -> bool:
         """Whether repeating reports can wait: the line is announced, and nothing is in progress."""
         epoch = self.memory.current

@@ -175,13 +175,14 @@ class LinkMonitor:
         host = self._hosts().get(job)
         membership = None if host is None else host.engine.membership
         member = None if membership is None else membership.member_on(self._node)
-        if membership is None or member is None:
+        if host is None or membership is None or member is None:
             return LinkVerdict(not_checked="the job has no member on this node yet")
         if len(membership.members) < CHECKED_MEMBERS_MIN:
             few = format_count(len(membership.members), "node")
             return LinkVerdict(
                 not_checked=f"a job of {few} has too few links to compare", is_final=True
             )
+        rebuilds = host.engine.rebuilds
         await self._measure(job, since=since)
         own = self.measured(job, membership.epoch).rates
         others = await asyncio.gather(
@@ -190,6 +191,8 @@ class LinkMonitor:
                 for peer in peers_to_measure(membership, member)
             )
         )
+        if rebuilds or host.engine.rebuilds:
+            return LinkVerdict(not_checked="snapshots are rebuilt here, which fills the links")
         return _verdict(membership, member, own, [rate for each in others for rate in each])
 
     def _ask(self, member: Member, membership: Membership) -> tuple[LinkRate, ...]:
@@ -210,7 +213,8 @@ class LinkMonitor:
             if membership is None or member is None or len(membership.members) < MEMBERS_MIN:
                 return
             before, began = self._rounds.get(job), self._clock()
-            if before and before.epoch == membership.epoch and before.at >= since:
+            known = before if before and before.epoch == membership.epoch else None
+            if known and known.at >= since and known.links.rates:  # else peers may be here by now
                 return
             rates = await asyncio.to_thread(measure_links, self._client, membership, member)
             number = 1 if before is None else before.links.number + 1

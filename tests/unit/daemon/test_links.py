@@ -196,7 +196,8 @@ class Nodes:
         self.monitors: dict[str, LinkMonitor] = {}
         for peer in peers:
             through = narrow[1] if narrow is not None and narrow[0] == peer.node else None
-            engine = SimpleNamespace(membership=self._membership(peers, through), epoch=1)
+            membership = self._membership(peers, through)
+            engine = SimpleNamespace(membership=membership, epoch=1, rebuilds=False)
             hosts = cast(Any, {JOB: SimpleNamespace(engine=engine)})
             self.monitors[peer.node] = LinkMonitor(
                 peer.node, hosts=partial(dict, hosts), client=self.client, fetch=self._fetch
@@ -338,6 +339,26 @@ def _monitor(peers: list[Peer], rounds: Rounds) -> LinkMonitor:
     monitor = nodes.monitors["n0"]
     monitor._fetch = rounds.fetch
     return monitor
+
+
+def test_a_node_that_rebuilds_snapshots_is_not_judged_by_links_that_this_fills(
+    peers: list[Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor = _monitor(peers, Rounds(monkeypatch, [1e6]))
+    engine: Any = monitor._hosts()[JOB].engine
+    engine.rebuilds = True
+    verdict = asyncio.run(monitor.check(JOB))
+    assert verdict.failure == "" and verdict.not_checked.startswith("snapshots are rebuilt here")
+
+
+def test_a_round_that_found_no_peer_is_followed_by_another(
+    peers: list[Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = Rounds(monkeypatch, [1e9])
+    monitor, found = _monitor(peers, rounds), [(), _rates(0, 1e9)]
+    monkeypatch.setattr(links, "measure_links", lambda *_: found.pop(0))
+    verdict = asyncio.run(monitor.check(JOB))
+    assert (verdict.failure, verdict.not_checked, found) == ("", "", [])
 
 
 @pytest.mark.parametrize("nodes", [2, 3])

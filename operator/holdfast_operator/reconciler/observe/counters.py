@@ -226,6 +226,7 @@ def _on_clock(counters: Counters, ahead_s: float, newest: float = math.inf) -> C
         resized_at=at_any(counters.resized_at),
         straggler_replaced_at=at_any(counters.straggler_replaced_at),
         corruption_undone_at=at_any(counters.corruption_undone_at),
+        corruption_left_at=at_any(counters.corruption_left_at),
         setbacks=tuple(each._replace(at=at(each.at)) for each in counters.setbacks),
         no_replacement_since=at_any(counters.no_replacement_since),
         ended_at=at_any(counters.ended_at),
