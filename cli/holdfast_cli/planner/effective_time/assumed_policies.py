@@ -126,6 +126,8 @@ class AssumedCosts:
     """Portions of a layer's tokens that its experts get; empty: equal ones."""
     survives: Survives | None = None
     """Probability that experts in seats live on; None: the job has no seats."""
+    seated_on: int = 1
+    """The fewest nodes whose seats hold all experts of a layer."""
     frozen_saves: float = 0.0
     """Portion of a step that the repetition of a window saves for a frozen expert: MoEvement's
     third (§3.5), or 0 where gradients are computed and dropped, as in this version."""

@@ -236,8 +236,7 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
     workload = _workload(options, job, sources)
     costs = _costs(options, job, gpus, workload.step_s, sources)
     cluster = _cluster(options, job, nodes, sources)
-    seated_on = fewest_nodes(job, costs.experts_per_layer)
-    cluster = replace(cluster, least_nodes=max(cluster.least_nodes, seated_on))
+    cluster = replace(cluster, least_nodes=max(cluster.least_nodes, costs.seated_on))
     trace: tuple[Incident, ...] = ()
     if options.trace is not None:
         try:
@@ -392,6 +391,7 @@ def _costs(
         slower=slower,
         popularity=popularity,
         survives=survives,
+        seated_on=fewest_nodes(job, sizes.experts_per_layer),
         frozen_saves=_frozen_saves(options, sources),
     )
 

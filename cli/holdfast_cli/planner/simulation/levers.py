@@ -208,7 +208,7 @@ def _policies(job: JobSetting, possible: frozenset[PolicyKind]) -> Iterator[tupl
             costs = replace(job.costs, window_steps=0) if kind in WINDOWED else job.costs
             name = PolicyKind.FULL if seated and kind is PolicyKind.ELASTIC else kind
             yield _NAMES[name], replace(job, kind=kind, costs=costs)
-    if seated and job.cluster.least_nodes == job.cluster.nodes > 1:
+    if seated and job.cluster.least_nodes == job.cluster.nodes > job.costs.seated_on:
         fewer_nodes = replace(job.cluster, least_nodes=job.cluster.nodes - 1)
         yield f"minNodes: {fewer_nodes.least_nodes}", replace(job, cluster=fewer_nodes)
 

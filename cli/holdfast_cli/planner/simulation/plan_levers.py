@@ -68,6 +68,7 @@ def levers_of_plan(job: MoETrainingJob, sizes: ModelSizes, assumed: Assumptions)
         stored_every_s=stored_every_s(job, assumed.step_s),
         slower=SLOWER,
         survives=survives_in_seats(job, (1 / experts,) * experts),
+        seated_on=fewest_nodes(job, experts),
     )
 
     def simulate(model: PolicyModel, workload: Workload, cluster: Cluster) -> list[TrainingRun]:

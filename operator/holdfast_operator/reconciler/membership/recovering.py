@@ -269,6 +269,9 @@ def _response(observation: Observation, begun: ControlState, case: _Case) -> str
     takes = case.moves.in_words(case.membership)
     assert begun.membership is not None
     restarting, ranks = begun.membership.restarting, begun.membership.restarting_ranks
+    resized = begun.membership.world.size != case.membership.world.size
+    if observation.job.spec.copy_nodes > 1 and resized:
+        return takes or observation.pods.restart_in_words  # most ranks have another stage
     if others_stay(observation.cluster, case.membership, restarting | case.moves.leaving, ranks):
         here = restarting.intersection(case.membership.world.members)
         in_place = here.difference(case.moves.away(case.membership))
@@ -351,6 +354,8 @@ def begin_epoch(
     failed, failed_ranks = failed_parts(membership, causes, gone)
     if anew:
         failed |= {member.index for member in membership.members}
+    if observation.job.spec.copy_nodes > 1:
+        failed |= _renumbered(membership, moves)
     result = result.then(
         publish_next(
             observation,
@@ -387,6 +392,13 @@ def failed_parts(
         or ranks.issuperset(membership.ranks_of(member))
     )
     return whole, frozenset(rank for rank in ranks if membership.member_of(rank) not in whole)
+
+
+def _renumbered(membership: Membership, moves: Moves) -> frozenset[int]:
+    """Members whose ranks have other numbers in the next epoch, and with these another stage."""
+    stay = {member.index for member in membership.members} - moves.leaving
+    after = enumerate(sorted(stay.union(moves.to)))
+    return frozenset(m for place, m in after if m in stay and membership.position(m) != place)
 
 
 def _joining_after(state: ControlState, membership: Membership, moves: Moves) -> dict[str, Any]:

@@ -25,7 +25,10 @@ from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule, MoETrainingJob, On
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.membership.joining import arriving_members, ready_members
-from holdfast_operator.reconciler.membership.whole_copies import in_whole_copies
+from holdfast_operator.reconciler.membership.whole_copies import (
+    in_whole_copies,
+    joining_in_whole_copies,
+)
 from holdfast_operator.reconciler.observe.lookups import just_saved, node_of, suspension_of
 from holdfast_operator.reconciler.observe.protection import ParityGroups
 from holdfast_operator.reconciler.observe.views import AgentState, ControlState, NodeView
@@ -87,6 +90,9 @@ def leave_out(
     moves = replace(moves, to=moves.to | joining)
     may_leave += len(joining)
     if may_leave <= 0:
+        if not lost:  # minNodes was raised: those that are ready may be no whole copy
+            for member in joining.keys() - joining_in_whole_copies(job, membership, joining):
+                del moves.to[member]
         return moves
     if len(lost) > may_leave or (lost and not at_once and waited_s < shrinks_after_s(job)):
         return moves

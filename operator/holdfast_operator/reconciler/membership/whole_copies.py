@@ -55,7 +55,7 @@ def in_whole_copies(
         to={m: node for m, node in moves.to.items() if m not in wait and m not in idle},
         leaving=moves.leaving.union(idle),
         later=moves.later | {m: node for m, node in idle.items() if m not in moves.warned},
-        idle=frozenset(idle),
+        idle=moves.idle.union(idle),
     )
 
 

@@ -352,3 +352,11 @@ def test_bad_input_is_refused_by_the_name_of_its_flag(
         assert refusal in refused(capsys, job, *arguments)
     else:
         printed(capsys, job, *arguments, "--policies", "full", *QUICK)  # seconds need no unit
+
+
+def test_no_fewer_nodes_are_proposed_than_have_seats_for_all_experts(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write_text(JOB.replace("{dp: 8, ep: 8}", "{dp: 8}\n  elastic: {seatsPerRank: 2}"))
+    found = decoded(capsys, job, "--mtbf", "10m", "--spares", "0", *QUICK)
+    assert not any("minNodes" in lever["change"] for lever in found["levers"])

@@ -159,11 +159,11 @@ def test_a_node_with_a_notice_leaves_with_its_copy() -> None:
 
 
 def test_a_node_with_a_notice_is_idle_first() -> None:
-    world = pipelines()
-    world.notices["n2"] = "spot"
+    world = pipelines(6, 2)
+    world.notices["n0"] = "spot"
     world.kill_node("n1")
     world.settle(LOST_S)
-    assert indices(world) == [0, 3]
+    assert indices(world) == [2, 3, 4, 5]
 
 
 def test_a_suspended_job_is_resumed_in_whole_copies() -> None:
@@ -177,3 +177,38 @@ def test_a_suspended_job_is_resumed_in_whole_copies() -> None:
     world.settle(LOST_S)
     assert (world.membership.epoch, indices(world)) == (2, [0, 3])
     assert world.messages("Reshaped") == []
+    assert world.messages("Resumed") == [
+        "no longer suspended; 2 of 4 members go on, members [2] are idle; epoch 2 begins"
+    ]
+
+
+def test_members_whose_ranks_get_other_numbers_start_again() -> None:
+    world = pipelines(6, 2)
+    world.kill_node("n1")
+    world.settle(LOST_S + 2.0)
+    world.train(20)
+    world.settle(2.0)
+    world.kill_node("n2")
+    world.settle(LOST_S)
+    assert indices(world) == [0, 3, 4, 5]
+    assert world.membership.restarting == {3, 4, 5}
+
+
+def test_nobody_is_said_to_stay_in_a_world_of_another_size() -> None:
+    world = pipelines()
+    world.following = set(range(4))
+    world.kill_node("n1")
+    world.settle(LOST_S)
+    assert "stay" not in world.messages("Recovering")[0]
+
+
+def test_members_join_in_whole_copies_when_min_nodes_was_raised() -> None:
+    world = pipelines(6, 2)
+    world.kill_node("n1")
+    world.settle(LOST_S + 2.0)
+    world.train(20)
+    world.settle(2.0)
+    world.job = replace(world.job, spec=replace(world.job.spec, min_nodes=6))
+    world.lose_rank(0)
+    world.settle(2.0)
+    assert (world.membership.epoch, indices(world)) == (3, [0, 2, 3, 4])
