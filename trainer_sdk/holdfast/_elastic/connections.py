@@ -208,6 +208,10 @@ class Begun:
         where torch numbers only collectives."""
         return _numbers_of(begun) != self._numbers
 
+    def is_like(self, other: Begun) -> bool:
+        """Whether it had begun the same when `other` was made, messages included."""
+        return (self._numbers, self.messages) == (other._numbers, other.messages)
+
 
 def _numbers_of(begun: Iterable[Any]) -> dict[str, list[int]]:
     """Number of the newest collective of each communicator, by the name of its group. It keeps no

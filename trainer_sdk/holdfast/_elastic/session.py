@@ -104,6 +104,9 @@ def reset_sharded(model: nn.Module) -> None:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # The script has not imported it, and importing it takes long.
         return
+    # Before torch 2.15 only steps that are executed again come here; their passes were whole.
+    if not hasattr(fsdp.FSDPModule, "reset_iter_state"):
+        return
     for part in model.modules():
         if isinstance(part, fsdp.FSDPModule) and part._get_fsdp_state()._is_root is not False:
             part.reset_iter_state()

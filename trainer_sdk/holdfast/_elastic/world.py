@@ -140,11 +140,13 @@ class World:
         self._timeout_s, self._reform_s = timeout_s, reform_s
         self._all: WorldGroups = RemadeGroups(backend, timeout_s)
         """All groups of this process."""
-        self._on_device = groups.has_nccl(backend) or nccl_stays
+        self._why_not = connections.why_not(backend, nccl_stays=nccl_stays)
+        self._on_device = groups.has_nccl(backend) or (nccl_stays and not self._why_not)
         """Whether collectives may end on the device, where this process does not notice it."""
         self._messages = 0
         """Number of messages that this rank has begun to send or to receive."""
-        self._why_not = connections.why_not(backend, nccl_stays=nccl_stays)
+        self._last = (-1, connections.Begun())
+        """The newest epoch whose groups were ended here, and what this rank had begun in them."""
         if following is not None:
             self._let_groups_stay(nccl_stays)
         self._groups: list[WorldGroup] = []
@@ -620,6 +622,7 @@ class World:
             exchange.leave()
         self._exchanges.clear()
         self._point = self._meeting = None
+        self._note_last(self._epoch, [*c10d._world.pg_map])
         self._all.leave(given)
         self._over.set()
 
@@ -649,8 +652,11 @@ class World:
         if not self._on_device:
             return connections.Begun()
         begun = [*c10d._world.pg_map]
-        if since is not None and since.messages == self._messages and not since.more(begun):
-            return since
+        if since is not None and since.messages == self._messages:
+            epoch, last = self._last  # torch has forgotten the groups of a world that has ended
+            ended_so = not begun and epoch == self._epoch and last.is_like(since)
+            if ended_so or not since.more(begun):
+                return since
         try:
             connections.finish(begun)
             if self.ended:
@@ -661,6 +667,13 @@ class World:
         return connections.Begun(begun, self._messages)
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _note_last(self, epoch: int, of_groups: list[dist.ProcessGroup]) -> None:
+        """Note what this rank has begun in the groups of `epoch`, which begin nothing more. Empties
+        `of_groups`."""
+        if self._on_device and of_groups:
+            self._last = (epoch, connections.Begun(of_groups, self._messages))
+        of_groups.clear()
 
     def _let_groups_stay(self, nccl_stays: bool) -> None:
         """Let process groups stay as objects if torch can do that. Raises InvalidJobError if it
@@ -834,7 +847,9 @@ class World:
         waited = [each.group for each in self._ddps]
         if self._wakes_default:
             waited.append(dist.group.WORLD)
+        ended = [*c10d._world.pg_map]
         self._all.wake(epoch, [group for group in waited if group is not None])
+        self._note_last(epoch, ended)  # afterwards: until then others may have been begun
         stays_s = self._reform_s * _SHOWN_AFTER
         if not over.wait(stays_s):
             _log.error(

@@ -12,7 +12,7 @@ from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -278,7 +278,7 @@ def test_messages_between_two_ranks_are_finished_too(
 ) -> None:
     """NCCL's groups need not count them."""
     world = object.__new__(World)
-    world._on_device, world._messages = True, 0
+    world._on_device, world._messages, world._epoch, world._last = True, 0, 1, (0, Begun())
     monkeypatch.setattr(World, "ended", False)
     for name in ("send", "recv", "isend", "irecv"):
         monkeypatch.setattr(dist, name, lambda *_: "queued")
@@ -446,3 +446,38 @@ def test_all_communicators_are_revoked_even_if_one_of_them_fails(
 def test_ranks_whose_groups_have_other_backends_do_not_connect() -> None:
     with pytest.raises(Exception, match=r"with \[1, 2\] backends: run the same script"):
         connections.connect(group_of(Communicator()), [["a"], ["b", "c"]], epoch=1, timeout_s=1.0)
+
+
+class Hashed:
+    """A group that torch can look up."""
+
+    _device_types, group_name = (torch.device("cuda"),), "0"
+
+    def __init__(self) -> None:
+        self.communicator = Communicator()
+
+    def _get_backend(self, device: torch.device) -> Communicator:
+        del device
+        return self.communicator
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_a_step_counts_whose_world_ended_after_its_vote_unless_it_began_more(
+    more: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An abort makes torch forget its groups, so their numbers are noted then."""
+    world, group = object.__new__(World), cast(Any, Hashed())
+    world._on_device, world._messages, world._epoch, world._last = True, 0, 1, (0, Begun())
+    kept: dict[Any, Any] = {group: None}
+    monkeypatch.setattr(type(c10d._world), "pg_map", property(lambda _: kept))
+    monkeypatch.setattr(World, "ended", False)
+    begun = world.finish_collectives()
+    group.communicator.number += more
+    kept.clear()
+    monkeypatch.setattr(World, "ended", True)
+    world._note_last(1, [group])
+    if not more:
+        assert world.finish_collectives(begun) is begun
+        world._epoch = 2
+    with pytest.raises(UnreachableError, match="has ended"):
+        world.finish_collectives(begun)
