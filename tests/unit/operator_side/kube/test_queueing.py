@@ -13,6 +13,7 @@ from holdfast_operator.kube.client.resources import (
     PODS,
     PRIORITIES,
     RESOURCE_FLAVORS,
+    TOLERATION,
     WORKLOAD_PRIORITIES,
     WORKLOADS,
 )
@@ -88,7 +89,7 @@ def test_a_job_waits_for_its_admission_and_its_pods_get_what_it_was_given() -> N
         admit(cluster)
         await cluster.runs(JOB)
         pod = cluster.api.objects[PODS.plural, "team", "moe-0-1"]
-        assert pod["spec"]["tolerations"] == [{"key": "gpu"}]
+        assert pod["spec"]["tolerations"] == [{"key": "gpu"}, TOLERATION]
         await cluster.until(lambda: conditions(workload(cluster)).get("PodsReady") == "True")
         read = ("get", RESOURCE_FLAVORS.plural, "h200")
         assert cluster.api.requests.count(read) == 1
