@@ -166,7 +166,9 @@ def decode_request(head: bytes, job: bytes) -> Request:
             f"a change at byte {offset}, which is not a multiple of its pieces' {piece_bytes} bytes"
         )
     if kind == Kind.PROBE and (offset or nbytes > PROBE_BYTES_MAX):
-        raise ProtocolError(f"a probe of {nbytes} bytes at {offset}, not of {PROBE_BYTES_MAX} at 0")
+        raise ProtocolError(
+            f"a probe of {nbytes} bytes at {offset}, not of at most {PROBE_BYTES_MAX} at 0"
+        )
     if kind == Kind.CHANGE and nbytes > CHANGE_BYTES_MAX:
         raise ProtocolError(f"a change of {nbytes} bytes, more than any snapshot has")
     try:

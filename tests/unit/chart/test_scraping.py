@@ -54,7 +54,8 @@ def test_panels_have_data_from_the_start_and_first_events_raise_their_alerts(
         operator.set("jobs", 0, phase=phase)
     operator.set("certificate_expires_timestamp_seconds", 2e9, certificate="own")
     operator.replace_all("job_phase", {("team-a", "llm", "Running"): 1})
-    for name in ("recoveries", "members_missing", "unprotected", "stragglers", "divergences"):
+    names = ("recoveries", "members_missing", "unprotected", "stragglers", "divergences")
+    for name in (*names, "slow_links"):
         operator.replace_all(f"job_{name}", {("team-a", "llm"): 0})
     daemon.begin_job("team-a.llm")
     with exposed(operator.registry) as first, exposed(daemon.registry) as second:

@@ -105,6 +105,8 @@ def test_a_request_comes_back_from_its_frame(
     epoch, generation_epoch, step, offset, nbytes = numbers
     if kind is Kind.CHANGE:
         offset, nbytes = offset - offset % piece_bytes, min(nbytes, protocol.CHANGE_BYTES_MAX)
+    if kind is Kind.PROBE:
+        offset, nbytes = 0, min(nbytes, protocol.PROBE_BYTES_MAX)
     request = Request(
         job=job,
         epoch=epoch,
