@@ -100,8 +100,7 @@ def _in_words(
         return (
             f"no step is executed again in this epoch: training is not deterministic, or the "
             f"script changes parameters before its optimizer. When step {found.step} was executed "
-            f"again, "
-            f"{who} differed in {unit}"
+            f"again, {who} differed in {unit}"
         )
     verb = "have" if known and len(ranks) > 1 else "has"
     why = f"{_WHY[found.proof]}; {last}"

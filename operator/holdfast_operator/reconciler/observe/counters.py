@@ -219,17 +219,12 @@ def _on_clock(counters: Counters, ahead_s: float, newest: float = math.inf) -> C
     def at_any(time: float | None) -> float | None:
         return None if time is None else at(time)
 
+    times: dict[str, Any] = {name: at_any(getattr(counters, name)) for name in _TIMES}
     return replace(
         counters,
         restarts=tuple(map(at, counters.restarts)),
-        active_since=at_any(counters.active_since),
-        resized_at=at_any(counters.resized_at),
-        straggler_replaced_at=at_any(counters.straggler_replaced_at),
-        corruption_undone_at=at_any(counters.corruption_undone_at),
-        corruption_left_at=at_any(counters.corruption_left_at),
         setbacks=tuple(each._replace(at=at(each.at)) for each in counters.setbacks),
-        no_replacement_since=at_any(counters.no_replacement_since),
-        ended_at=at_any(counters.ended_at),
+        **times,
     )
 
 
