@@ -169,10 +169,16 @@ def _by_score(record: Record, rated: Mapping[str, Rating]) -> list[str]:
     return sorted(record, key=lambda node: (-rated.get(node, Rating()).score, node))
 
 
+def _with_closed(record: Record, closed: Mapping[str, str]) -> Record:
+    """The record, also with the nodes that are closed and of which no failure is remembered."""
+    return {**dict.fromkeys(closed, ()), **record}
+
+
 def as_json(
     record: Record, now: float, half_life_s: float, closed: Mapping[str, str]
 ) -> dict[str, Any]:
     """The record as JSON values; times are seconds since the Unix epoch."""
+    record = _with_closed(record, closed)
     rated = ratings(record, now=now, half_life_s=half_life_s)
     pardoned = excused(record)
     return {
@@ -191,10 +197,10 @@ def as_json(
                         "at": failure.at,
                         "counts": failure not in pardoned,
                     }
-                    for failure in reversed(record.get(node, ()))
+                    for failure in reversed(record[node])
                 ],
             }
-            for node in _by_score({**dict.fromkeys(closed, ()), **record}, rated)
+            for node in _by_score(record, rated)
         ],
     }
 
@@ -210,12 +216,13 @@ def nodes_view(
     record: Record, now: float, half_life_s: float, closed: Mapping[str, str]
 ) -> RenderableType:
     """A table of the nodes that have failed, the worst first, and of those that are `closed`."""
-    if not record and not closed:
+    record = _with_closed(record, closed)
+    if not record:
         return Text("no failure of any node is remembered")
     rated = ratings(record, now=now, half_life_s=half_life_s)
     pardoned = excused(record)
     table = make_table("node", "score", "", "last failures")
-    for node in _by_score({**dict.fromkeys(closed, ()), **record}, rated):
+    for node in _by_score(record, rated):
         rating = rated.get(node)
         state = Text("clean", "green") if rating is None else Text("avoided", "yellow")
         if node in closed:
@@ -224,7 +231,7 @@ def nodes_view(
             Text(node),
             "-" if rating is None else f"{rating.score:.2f}",
             state,
-            Text("\n".join(_failures(record.get(node, ()), pardoned, now))),
+            Text("\n".join(_failures(record[node], pardoned, now))),
         )
     hours = half_life_s / 3600.0
     note = (
