@@ -13,12 +13,9 @@ import pipelines_trainer
 import pytest
 from local_jobs import PATIENT, make_job, short_folder
 from step_logs import ends_of_logs
-from world_sizes import is_protected
+from world_sizes import lose_a_node_and_return
 
-from holdfast_cli.local import LocalCluster, LocalSettings
 from holdfast_core.job.parsing import MoETrainingJob
-
-WAIT_S = 150.0
 
 
 def job_of(directory: Path, *, nodes: int, least: int, nproc: int, stages: int) -> MoETrainingJob:
@@ -75,24 +72,7 @@ def test_pipelines_go_on_as_fewer_and_as_more(nodes: int, nproc: int, stages: in
 
     async def change(directory: Path) -> None:
         job = job_of(directory, nodes=nodes, least=2, nproc=nproc, stages=stages)
-        settings = LocalSettings(directory=directory / "run", standbys=0)
-        async with LocalCluster(job, settings) as cluster:
-            status = await cluster.wait_for(
-                lambda status: is_protected(status, nodes, 0), timeout_s=WAIT_S, what="first steps"
-            )
-            lost = status.local.members[1].node
-            await cluster.kill_node(lost)
-            smaller = await cluster.wait_for(
-                lambda status: is_protected(status, nodes - copy_nodes, 1),
-                timeout_s=WAIT_S,
-                what="fewer pipelines",
-            )
-            await cluster.start_node(lost)
-            await cluster.wait_for(
-                lambda status: is_protected(status, nodes, smaller.epoch),
-                timeout_s=WAIT_S,
-                what="all again",
-            )
+        await lose_a_node_and_return(job, directory, nodes - copy_nodes)
 
     with short_folder() as path:
         try:

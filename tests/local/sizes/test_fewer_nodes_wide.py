@@ -13,12 +13,9 @@ import pytest
 import wide_experts_trainer
 from local_jobs import PATIENT, make_job, short_folder
 from step_logs import ends_of_logs
-from world_sizes import is_protected
+from world_sizes import lose_a_node_and_return
 
-from holdfast_cli.local import LocalCluster, LocalSettings
 from holdfast_core.job.parsing import MoETrainingJob
-
-WAIT_S = 150.0
 
 
 def job_of(
@@ -88,22 +85,7 @@ def test_experts_across_nodes_come_back_to_fewer_and_to_more(
         job = job_of(
             directory, nodes=nodes, least=nodes - 1, nproc=nproc, ep=ep, redundancy=redundancy
         )
-        settings = LocalSettings(directory=directory / "run", standbys=0)
-        async with LocalCluster(job, settings) as cluster:
-            status = await cluster.wait_for(
-                lambda status: is_protected(status, nodes, 0), timeout_s=WAIT_S, what="first steps"
-            )
-            lost = status.local.members[1].node
-            await cluster.kill_node(lost)
-            smaller = await cluster.wait_for(
-                lambda status: is_protected(status, nodes - 1, 1), timeout_s=WAIT_S, what="fewer"
-            )
-            await cluster.start_node(lost)
-            await cluster.wait_for(
-                lambda status: is_protected(status, nodes, smaller.epoch),
-                timeout_s=WAIT_S,
-                what="all again",
-            )
+        await lose_a_node_and_return(job, directory, nodes - 1)
 
     with short_folder() as path:
         try:
