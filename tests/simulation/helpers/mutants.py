@@ -455,8 +455,8 @@ MUTANTS = (
         edits=(
             (
                 f"{ELASTIC}/session.py",
-                "            self._world.finish_collectives(body.proved)\n",
-                "            pass\n",
+                "self._carries_out(partial(self._world.finish_collectives, body.proved))",
+                "True",
             ),
         ),
     ),

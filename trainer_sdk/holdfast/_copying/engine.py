@@ -261,10 +261,10 @@ class CopyEngine:
             self._restore_blocks(pieces, left)
         if has_lost:
             again = [part for first in left for part in pieces.on_device_in_block(first)]
-            for index in self.differing(again, source)[:1]:
+            if differing := self.differing(again, source):
                 raise CorruptError(
-                    f"{again[index][1].device} holds other bytes than were copied to it, again; "
-                    f"look for errors of its memory, and restore on another device"
+                    f"{again[differing[0]][1].device} holds other bytes than were copied to it, "
+                    f"again; look for errors of its memory, and restore on another device"
                 )
         with torch.no_grad():  # on the calling thread's stream: before what it does next
             plan.gather.distribute()
@@ -388,8 +388,8 @@ class CopyEngine:
         lost = {ranges[index][0] for index in self.differing(parts, pieces.source)}
         for device in dict.fromkeys(flat.device for _, flat in parts):
             theirs = dict.fromkeys(piece for piece, _, flat in ranges if flat.device == device)
-            for piece in [piece for piece in theirs if piece not in lost][:1]:
-                error = RuntimeError(f"its digest of piece {piece} is not that of the bytes")
+            if right := [piece for piece in theirs if piece not in lost]:
+                error = RuntimeError(f"its digest of piece {right[0]} is not that of the bytes")
                 hashes.fail(error, device)
             if count := len(lost & theirs.keys()):
                 _log.warning(

@@ -449,14 +449,12 @@ class ElasticSession(Session):
 
     def finish_steps(self) -> bool:
         """Wait until all ranks have completed all steps; see `Runner`."""
-        try:
+
+        def finish() -> None:
             self._world.finish_collectives()
             self._exchange.gather(b"")
-        except Exception as error:
-            if not self.survives(error):
-                raise
-            return False
-        return True
+
+        return self._carries_out(finish)
 
     @property
     def rank(self) -> int:
@@ -575,20 +573,18 @@ class ElasticSession(Session):
     def _passes_at_its_end(self, body: StepBody) -> bool:
         """Vote on a step in which no optimizer stepped, so that every step has exactly one vote.
         Return whether it passed."""
-        try:
-            # Gradients that belong to the next steps as well cannot be computed again.
-            self._vote(body, at_end=True)
-        except Exception as error:
-            if not self.survives(error):
-                raise
-            return False
-        return True
+        return self._carries_out(partial(self._vote, body, at_end=True))
 
     def _ends_whole(self, body: StepBody) -> bool:
         """Whether collectives that were begun after the vote, or without one, have their results on
         the device, and messages between stages have arrived."""
+        return self._carries_out(partial(self._world.finish_collectives, body.proved))
+
+    def _carries_out(self, action: Callable[[], object]) -> bool:
+        """Whether `action` succeeds; False if it fails, and the loop continues in another world.
+        Raises other errors of it."""
         try:
-            self._world.finish_collectives(body.proved)
+            action()
         except Exception as error:
             if not self.survives(error):
                 raise

@@ -61,8 +61,8 @@ def difference(
     ranges = [
         (entry.offset, sources[entry.tensor].part(entry.start, entry.nbytes)) for entry in whole
     ]
-    for index in engine.differing(ranges, snapshot.placed)[:1]:
-        return f"{whole[index].tensor} is not as in the line"
+    if differing := engine.differing(ranges, snapshot.placed):
+        return f"{whole[differing[0]].tensor} is not as in the line"
     for entry in entries:
         if entry.cast_of and not _follows(entry, sources):
             return f"{entry.tensor} is not as in the line"

@@ -200,7 +200,7 @@ class Saver:
         while self._work():
             pass
         self.pipeline.drop("the session was closed")
-        if (self.replica_check.divergence or self.finding) is not None:
+        if self._divergence is not None:
             self._send_report()  # it may have been found since the last one
         self._report_end()
         self._link.end()
@@ -295,10 +295,14 @@ class Saver:
         if due and self.tally.changed and self.tally.counters.step:
             self._send_report()
 
+    @property
+    def _divergence(self) -> Divergence | None:
+        """What replicas, or else a step that was executed again, have shown."""
+        return self.replica_check.divergence or self.finding
+
     def _send_report(self) -> None:
         self._reported_s = time.monotonic()
-        found = self.replica_check.divergence or self.finding
-        report = self.tally.report(self._link.session, self.problem, found)
+        report = self.tally.report(self._link.session, self.problem, self._divergence)
         try:
             if self._link.is_open:
                 self._client.progress(report)
