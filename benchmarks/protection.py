@@ -147,8 +147,10 @@ def measure(total_bytes: int) -> Outcome:
 
 
 def _protections(world: World, payloads: Sequence[bytearray], bare: BarePath) -> Figure:
+    """Measure `protected`: all bytes change from one snapshot to the next, as in dense training."""
     seconds, floors = [], []
     for turn in range(-WARM_UPS, REPETITIONS):
+        _change_all(payloads, turn + WARM_UPS)
         floor = bare()
         taken = world.protect(turn + WARM_UPS + 1, payloads)
         if turn >= 0:
@@ -157,6 +159,12 @@ def _protections(world: World, payloads: Sequence[bytearray], bare: BarePath) ->
     moved = sum(flow.nbytes for flow in protection_flows([len(p) for p in payloads]))
     note = f"{moved} bytes, from the request to commit until all ranks were notified"
     return ratio(seconds, floors, UNIT, note)
+
+
+def _change_all(payloads: Sequence[bytearray], turn: int) -> None:
+    """Give every byte a value that it has had in neither of the last two snapshots."""
+    for rank, payload in enumerate(payloads):
+        payload[:] = bytes([1 + (NODES * turn + rank) % 251]) * len(payload)
 
 
 def _changes(world: World, payloads: Sequence[bytearray]) -> Figure:

@@ -268,8 +268,8 @@ class EffectWorker:
 
         Returns:
             The bytes in use and their digests; None when the block must be built from whole chunks:
-            there is no other block of this group, whole chunks need fewer bytes of peers because
-            this node has mirrors of them, or the update failed.
+            there is no other block of this group, whole chunks are better
+            (`MirroredFetch.chunks_are_better`), or the update failed.
         """
         older = self._storage.older_parity(effect.lane, effect.slot)
         if older is None or older.record.entry.group != effect.group:
@@ -278,9 +278,10 @@ class EffectWorker:
         if older.manifests.keys() != positions.keys():
             return None
         before = {positions[rank]: manifest for rank, manifest in older.manifests.items()}
-        if fetch.spares_more_than_changes(effect.code, effect.block, before):
-            return None
         recomputed = self.parity_traffic.recomputed
+        forward = forwards(effect.code, layouts, before, manifests, recomputed)
+        if not forward and fetch.chunks_are_better(effect.code, effect.block, before):
+            return None
         try:
             return build_from_changes(
                 block,
@@ -293,7 +294,7 @@ class EffectWorker:
                 fetch=fetch.peers,
                 check=scope.check,
                 effort=self._effort,
-                forward=forwards(effect.code, layouts, before, manifests, recomputed),
+                forward=forward,
             )
         except HoldfastError as error:
             scope.check()

@@ -205,17 +205,18 @@ def changed_first(count: int) -> Callable[[Peers], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "holds", "spares"),
+    ("change", "holds", "better"),
     [
         (changed_first(99), "new", True),  # all changed: mirrors can only spare bytes
-        (changed_first(99), "nothing", False),
+        (changed_first(99), "nothing", True),  # nearly all changed: the changes cost more work
+        (changed_first(2), "nothing", False),
         (changed_first(2), "new", True),
         (changed_first(2), "old", False),  # useless: two changed pieces are fewer than all
         (changed_first(0), "new", False),
     ],
 )
-def test_the_way_that_needs_fewer_bytes_is_taken(
-    change: Callable[[Peers], None], holds: str, spares: bool
+def test_the_better_way_is_taken(
+    change: Callable[[Peers], None], holds: str, better: bool
 ) -> None:
     peers = group()
     former = [bytes(len(payload)) for payload in peers.old]
@@ -224,7 +225,7 @@ def test_the_way_that_needs_fewer_bytes_is_taken(
     mirror, _ = mirrored(runs, peers.new if holds == "new" else former)
     before: dict[int, Manifest] = peers.manifests(OLD, OWNER)
     fetch = MirroredFetch(peers, peers.manifests(NEW, OWNER), [mirror], lambda _: None)
-    assert fetch.spares_more_than_changes(peers.code, BlockId(OWNER), before) is spares
+    assert fetch.chunks_are_better(peers.code, BlockId(OWNER), before) is better
 
 
 def test_replicas_as_whole_copies_come_from_mirrors_too() -> None:
