@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import grpc
 import msgspec
+import psutil
 
 from benchmarks.floors import SHARED_MEMORY
 from holdfast_core.metric_definitions import job_labels
@@ -173,6 +174,10 @@ class Daemon:
         series = f"{name}{{{labels}}} " if job else f"{name} "
         found = [line for line in text.splitlines() if line.startswith(series)]
         return float(found[0].removeprefix(series)) if found else 0.0
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU time that the process has used."""
+        return sum(psutil.Process(self.process.pid).cpu_times()[:2])
 
     def lose(self) -> None:
         """Simulate the loss of the node: no process, no memory."""

@@ -1,5 +1,5 @@
-"""Rows about traffic between nodes, on four real daemons: `protected`, `changed_network`, `rebuild`
-and `memory_error`.
+"""Rows about traffic between nodes, on four real daemons: `protected` and `protected_cpu`,
+`changed_network`, `rebuild` and `memory_error`.
 
 The floors move the same bytes over the bare path, with as many parallel streams as the daemons use:
 each build or rebuild reads from every source with `parity.THREADS` streams. `changed_network` is
@@ -22,6 +22,7 @@ from benchmarks.measure import (
     WARM_UPS,
     Figure,
     Outcome,
+    milliseconds,
     percent,
     ratio,
     run_part,
@@ -132,7 +133,7 @@ def measure(total_bytes: int) -> Outcome:
         world.each(lambda trainer: trainer.restore())
         world.open(payload_bytes)
         with BarePath(NODES, protection_flows(sizes), payload_bytes) as bare:
-            rows["protected"] = _protections(world, payloads, bare)
+            rows |= _protections(cluster, world, payloads, bare)
         rows["changed_network"] = _changes(world, payloads)
         rows["memory_error"] = percent(
             [
@@ -146,19 +147,32 @@ def measure(total_bytes: int) -> Outcome:
     return Outcome(rows=rows, facts={"payload_bytes": payload_bytes, "nodes": NODES})
 
 
-def _protections(world: World, payloads: Sequence[bytearray], bare: BarePath) -> Figure:
-    """Measure `protected`: all bytes change from one snapshot to the next, as in dense training."""
-    seconds, floors = [], []
+def _protections(
+    cluster: Cluster, world: World, payloads: Sequence[bytearray], bare: BarePath
+) -> dict[str, Figure]:
+    """Measure `protected` and what the daemons compute for it: all bytes change from one snapshot
+    to the next, as in dense training."""
+    seconds, floors, cpu_s = [], [], []
+    daemons = [cluster.daemons[node] for node in world.nodes]
     for turn in range(-WARM_UPS, REPETITIONS):
         _change_all(payloads, turn + WARM_UPS)
         floor = bare()
+        before_s = sum(daemon.cpu_s() for daemon in daemons)
         taken = world.protect(turn + WARM_UPS + 1, payloads)
         if turn >= 0:
             floors.append(floor)
             seconds.append(taken)
+            cpu_s.append(sum(daemon.cpu_s() for daemon in daemons) - before_s)
     moved = sum(flow.nbytes for flow in protection_flows([len(p) for p in payloads]))
     note = f"{moved} bytes, from the request to commit until all ranks were notified"
-    return ratio(seconds, floors, UNIT, note)
+    saved_gib = sum(map(len, payloads)) / 2**30
+    return {
+        "protected": ratio(seconds, floors, UNIT, note),
+        "protected_cpu": milliseconds(
+            [taken / saved_gib for taken in cpu_s],
+            f"of all daemons for each GiB that was saved, {saved_gib:.2f} GiB at a time",
+        ),
+    }
 
 
 def _change_all(payloads: Sequence[bytearray], turn: int) -> None:

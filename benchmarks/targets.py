@@ -39,6 +39,7 @@ TARGETS: tuple[Target, ...] = (
     Target(key="restore", figure="restore after a trainer crash", at_most=1.3),
     Target(key="restore_floor", figure="… floor: reading the bytes back", at_most=None),
     Target(key="protected", figure="protected, 4 daemons on loopback", at_most=1.5),
+    Target(key="protected_cpu", figure="… CPU time of the daemons, for a GiB", at_most=None),
     Target(key="changed_network", figure="… bytes sent, beside what changed", at_most=5.0),
     Target(key="rebuild", figure="rebuild of a lost member", at_most=1.5),
     Target(

@@ -40,7 +40,7 @@ class Settings(JobSettings):
     rpc_timeout_s: float = 10.0
     """Deadline of a control call."""
     open_timeout_s: float = 600.0
-    """Deadline of the call that allocates the arena and pre-faults its memory."""
+    """Deadline of the call that allocates the arena."""
     restore_timeout_s: float = 600.0
     """Time that `restore` waits for the daemon to appear, and to decide what to restore."""
     exchange_timeout_s: float = 300.0

@@ -155,7 +155,7 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllocateArena:
-    """Allocate and pre-fault an arena and the parity blocks beside it → `ArenaReady`."""
+    """Allocate an arena and the parity blocks beside it → `ArenaReady`."""
 
     rank: int
     layout: bytes

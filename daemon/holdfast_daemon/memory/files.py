@@ -25,13 +25,8 @@ import xxhash
 
 from holdfast_core.errors import CorruptError, StorageError
 
-FILL_BYTES = 4 * 1024 * 1024
-"""Zeros written by one call when memory is pre-faulted: large enough to be cheap, small enough to
-stay in cache as a source. `pwrite` releases the GIL; `madvise(MADV_POPULATE_WRITE)` would not."""
-
 PAGE_BYTES = 4096
 TEMPORARY = ".tmp"
-_ZEROS = bytes(FILL_BYTES)
 
 
 class Files(Protocol):
@@ -56,8 +51,8 @@ class Files(Protocol):
         """Remove `path` and everything below it; do nothing when it is missing."""
 
     def allocate(self, path: Path, start: int, nbytes: int) -> None:
-        """Extend `path` (created when missing) by [start, start + nbytes), backed by memory that is
-        charged to this process and already faulted in."""
+        """Extend `path` (created when missing) by [start, start + nbytes) of zeros, backed by memory
+        that is charged to this process."""
 
     def truncate(self, path: Path, nbytes: int) -> None:
         """Cut `path` to `nbytes`, and free memory beyond its end."""
@@ -91,11 +86,8 @@ class RealFiles:
     def allocate(self, path: Path, start: int, nbytes: int) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            # Reserve all of it first, so that a lack of memory shows before the slow part.
+            # tmpfs allocates every page now, and clears each when it is first used.
             os.posix_fallocate(descriptor, start, nbytes)
-            for at in range(start, start + nbytes, FILL_BYTES):
-                size = min(FILL_BYTES, start + nbytes - at)
-                _write_at(descriptor, memoryview(_ZEROS)[:size], at)
         finally:
             os.close(descriptor)
 

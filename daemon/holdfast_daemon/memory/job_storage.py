@@ -2,7 +2,7 @@
 
 `JobStorage` joins arenas, parity blocks, kept manifests and the newest membership, and accounts for
 their memory. It carries out what the engine decided and decides nothing; for the bulk server it
-locates bytes. Thread-safe: short steps share one lock, allocations another, so that pre-faulting
+locates bytes. Thread-safe: short steps share one lock, allocations another, so that allocating
 gigabytes never delays a seal or a transfer.
 
 `adopt` must be called once, before anything else.
@@ -157,7 +157,7 @@ class JobStorage:
         parity_lanes: tuple[int, ...] = (),
         parity_bytes: int = 0,
     ) -> Arena:
-        """Return the arena of `rank` for `layout`, made and pre-faulted when there is none. Each of
+        """Return the arena of `rank` for `layout`, made when there is none. Each of
         `parity_lanes` then has its two parity blocks, with at least `parity_bytes` each.
 
         Args:

@@ -130,7 +130,7 @@ class ParityBlocks:
         self._building.add((lane, slot))
 
     def fill(self, lane: int, slot: int) -> None:
-        """Give a block its memory, pre-faulted, if it has none. Raises OSError."""
+        """Give a block its memory if it has none. Raises OSError."""
         key = (lane, slot)
         if key in self._sizes and key not in self._held:
             self._files.allocate(self.path(lane, slot), 0, self._sizes[key])

@@ -81,9 +81,7 @@ class MirroredFetch:
             return self.peers.open(position, kind, offset, nbytes, row)
         return _MirroredStream(self, position, offset, nbytes)
 
-    def chunks_are_better(
-        self, code: Code, which: BlockId, before: Mapping[int, Manifest]
-    ) -> bool:
+    def chunks_are_better(self, code: Code, which: BlockId, before: Mapping[int, Manifest]) -> bool:
         """Whether the block is better made from whole chunks than from the changes since `before`:
         nearly all has changed, or peers would send fewer bytes, because mirrors have the rest."""
         # Count the pieces of whole chunks, and those of them that have changed.

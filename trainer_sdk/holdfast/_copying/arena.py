@@ -37,7 +37,6 @@ _libc.mmap.argtypes = [
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_MADV_POPULATE_READ = 22
 _ANSWER_BYTES_MAX = 4096
 
 _open: weakref.WeakSet[MappedArena] = weakref.WeakSet()
@@ -46,8 +45,8 @@ _open: weakref.WeakSet[MappedArena] = weakref.WeakSet()
 class MappedArena:
     """Bytes [0, nbytes) of an arena, mapped shared.
 
-    For writing, every page is present from the start. For reading, each page is mapped once, by
-    `populate` or on its first read; with small pages that takes as long as `pread`.
+    For writing, every page is present from the start. For reading, each page is mapped on its first
+    use; with small pages that takes as long as reading it from the file.
 
     Raises:
         StorageError: the kernel refuses the mapping, or the file is shorter than the mapping.
@@ -63,7 +62,8 @@ class MappedArena:
     ) -> None:
         self.nbytes = nbytes
         self.address = 0
-        self._descriptor = descriptor
+        self.descriptor = descriptor
+        """File descriptor of the arena's file; -1 once it is closed."""
         self._connection = connection
         self._writable = writable
         try:
@@ -74,7 +74,7 @@ class MappedArena:
         _open.add(self)
 
     def _map(self, nbytes: int) -> None:
-        size = os.fstat(self._descriptor).st_size
+        size = os.fstat(self.descriptor).st_size
         if nbytes < 1 or size < nbytes:
             raise StorageError(
                 f"the arena has {size} bytes instead of {nbytes}; install the same version of SDK "
@@ -83,7 +83,7 @@ class MappedArena:
         prot, flags = mmap.PROT_READ, mmap.MAP_SHARED
         if self._writable:
             prot, flags = prot | mmap.PROT_WRITE, flags | mmap.MAP_POPULATE
-        address = _libc.mmap(None, nbytes, prot, flags, self._descriptor, 0)
+        address = _libc.mmap(None, nbytes, prot, flags, self.descriptor, 0)
         if address is None or address == _MAP_FAILED:
             reason = os.strerror(ctypes.get_errno())
             raise StorageError(f"cannot map {nbytes} bytes of the arena: {reason}")
@@ -110,9 +110,9 @@ class MappedArena:
         threading.Thread(target=self.close, name="holdfast-unmap", daemon=True).start()
 
     def _close_files(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -120,16 +120,6 @@ class MappedArena:
     def _forget_in_child(self) -> None:
         self.address = 0  # The mapping is not inherited.
         self._close_files()
-
-
-def populate(address: int, nbytes: int) -> None:
-    """Map the pages of [address, address + nbytes) of a mapping before they are read.
-
-    Measured with huge pages: 1 ms for 1 GiB, where single faults take 5 to 30 ms.
-    Before Linux 5.14 nothing happens, and pages are mapped as they are read.
-    """
-    low = address - address % mmap.PAGESIZE
-    _libc.madvise(low, address + nbytes - low, _MADV_POPULATE_READ)
 
 
 def _forget_all_in_child() -> None:

@@ -31,7 +31,6 @@ import numpy.typing as npt
 import torch
 from xxhash import xxh3_64_intdigest
 
-from holdfast._copying.arena import populate
 from holdfast._copying.bubbles import Bubbles, PieceBlock
 from holdfast._copying.collector import without_collector
 from holdfast._copying.cores import apart
@@ -236,10 +235,10 @@ class CopyEngine:
     def restore(self, plan: CopyPlan, source: Placed, payload_bytes: int, digests: bytes) -> None:
         """Copy the payload into the live tensors, and verify it.
 
-        A piece is hashed right after it was copied, while it is in cache: the reverse order costs
-        1.4 times as much. So when this raises, tensors may hold bytes that do not match; the caller
-        must not use any of them then. With a hasher, the device itself copies out of the arena and
-        verifies what has arrived, where it can.
+        What is hashed is what was read: the tensor itself, where a piece lies within one, and
+        otherwise a buffer that the tensors are filled from. So when this raises, tensors may hold
+        bytes that do not match; the caller must not use any of them then. With a hasher, the device
+        itself copies out of the arena and verifies what has arrived, where it can.
 
         The device finishes the work that is queued on the calling thread's stream before it writes
         the tensors. Otherwise kernels that initialise a model could overwrite the restored bytes.
@@ -272,7 +271,7 @@ class CopyEngine:
     def _restore_blocks(self, pieces: _Pieces, firsts: Sequence[int]) -> None:
         """Restore the blocks that begin with the pieces `firsts`: threads copy each of them into a
         buffer, and to the device once it is verified. Raises BadPieceError as `restore`."""
-        size, end, device_moves = pieces.size, pieces.end, pieces.plan.device_moves
+        size, device_moves = pieces.size, pieces.plan.device_moves
         buffers, fence = threading.local(), self._device.fence()
 
         def own_buffer() -> torch.Tensor:
@@ -283,16 +282,12 @@ class CopyEngine:
 
         def block(first: int) -> None:
             low, index = first * size, first // BLOCK_PIECES
-            populate(pieces.address(first), min(BLOCK_PIECES * size, end - low))
             uploads = device_moves[index] if index < len(device_moves) else ()
             buffer = own_buffer() if uploads else None
             for piece in range(first, min(first + BLOCK_PIECES, pieces.count)):
-                pieces.copy_to_host(piece)
-                if buffer is not None:
-                    at = piece * size
-                    target = buffer.data_ptr() + at - low
-                    _memmove(target, pieces.address(piece), min(size, end - at))
-                pieces.verify(piece)
+                pieces.restore(
+                    piece, None if buffer is None else buffer.data_ptr() + piece * size - low
+                )
             if buffer is not None:
                 self._device.upload(uploads, buffer, low, fence)
 
@@ -328,12 +323,11 @@ class CopyEngine:
         def block(first: int) -> None:
             trusted = [False, *(hasher.trusts(one.device, size) for one in by_device)]
             last = min(first + BLOCK_PIECES, count)
-            if not all(trusted[number] for number in owner[first:last]):
-                populate(pieces.address(first), min(last * size, pieces.end) - first * size)
             for piece in range(first, last):
-                pieces.copy_to_host(piece)
-                if not trusted[owner[piece]]:
-                    pieces.verify(piece)
+                if trusted[owner[piece]]:
+                    pieces.copy_to_host(piece)
+                else:
+                    pieces.restore(piece)
                     verified[piece] = True
 
         with self._device.uploading(source.address, fence) as upload:
@@ -491,17 +485,46 @@ class _Pieces:
         slot_bytes = source.layout.slot_bytes
         self._bases = [slot * slot_bytes for slot in source.slots(self.count)]
         """Bytes to add to a payload offset in each piece."""
+        self._own = threading.local()
 
-    def address(self, piece: int) -> int:
-        """Address of a piece in the arena."""
-        return self.source.address + self._bases[piece] + piece * self.size
+    def restore(self, piece: int, target: int | None = None) -> None:
+        """Read a piece, verify what was read, and give tensors in host memory their parts of it.
+
+        Args:
+            target: address of memory that is to hold the piece; None for nowhere in particular.
+
+        Raises:
+            BadPieceError: it does not match its digest. If it lies within one tensor, the tensor
+                has been overwritten.
+        """
+        at, moves = piece * self.size, self._host_moves(piece)
+        nbytes = min(self.size, self.end - at)
+        within_one = target is None and len(moves) == 1 and moves[0][2] == nbytes
+        if target is None:
+            target = moves[0][1] if within_one else self._buffer()
+        self.source.read_into(target, at, nbytes)
+        read = (ctypes.c_ubyte * nbytes).from_address(target)
+        if xxh3_64_intdigest(read) != self.expected[piece]:
+            raise BadPieceError(piece)
+        if not within_one:
+            for start, tensor, count in moves:
+                _memmove(tensor, target + start - at, count)
 
     def copy_to_host(self, piece: int) -> None:
         """Copy the bytes of a piece that belong to tensors in host memory."""
-        if piece < len(self.plan.host_moves):
-            address = self.source.address + self._bases[piece]
-            for start, target, nbytes in self.plan.host_moves[piece]:
-                _memmove(target, address + start, nbytes)
+        address = self.source.address + self._bases[piece]
+        for start, target, nbytes in self._host_moves(piece):
+            _memmove(target, address + start, nbytes)
+
+    def _host_moves(self, piece: int) -> Sequence[HostMove]:
+        moves = self.plan.host_moves
+        return moves[piece] if piece < len(moves) else ()
+
+    def _buffer(self) -> int:
+        """Address of a buffer of this thread, as long as a piece."""
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = (ctypes.c_ubyte * self.size)()
+        return ctypes.addressof(self._own.buffer)
 
     def verify(self, piece: int) -> None:
         """Raise BadPieceError unless the bytes of a piece in the arena match its digest."""

@@ -9,6 +9,7 @@ determines the pieces that are carried over from the previous snapshot.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -43,6 +44,8 @@ class Placed:
     layout: Layout
     slot: int
     places: bytes = b""
+    descriptor: int = -1
+    """File descriptor of the arena, open as long as it is mapped; -1 for memory without a file."""
 
     def __post_init__(self) -> None:
         room = len(self.arena) - self.layout.mirror_bytes
@@ -84,9 +87,20 @@ class Placed:
         )
 
     def read_into(self, address: int, offset: int, nbytes: int) -> None:
-        """Copy bytes out of any pieces to `address`, which has room for them."""
+        """Copy bytes out of any pieces to `address`, which has room for them.
+
+        They are read from the arena's file, if it has one: that costs less than to map its pages
+        for one use, unless they are huge.
+
+        Raises:
+            CorruptError: the file ends before them, or cannot be read.
+        """
         for start, low, high in self._parts(offset, nbytes):
-            ctypes.memmove(address + low - offset, self.address + start + low, high - low)
+            target, at = address + low - offset, start + low
+            if self.descriptor < 0:
+                ctypes.memmove(target, self.address + at, high - low)
+            else:
+                _read_file(self.descriptor, at, target, high - low)
 
     def write(self, offset: int, data: bytes) -> None:
         """Write bytes into any pieces."""
@@ -100,6 +114,18 @@ class Placed:
             (self.start(piece), max(piece * size, offset), min((piece + 1) * size, end))
             for piece in range(offset // size, piece_count(end, size))
         ]
+
+
+def _read_file(descriptor: int, at: int, target: int, nbytes: int) -> None:
+    view = memoryview((ctypes.c_ubyte * nbytes).from_address(target))
+    while view:
+        try:
+            count = os.preadv(descriptor, [view], at)
+        except OSError as error:
+            raise CorruptError(f"the arena cannot be read: {error.strerror}") from error
+        if count == 0:
+            raise CorruptError(f"the arena was cut short: it ends before byte {at}")
+        at, view = at + count, view[count:]
 
 
 class ExpertPieces:

@@ -68,6 +68,7 @@ def read_snapshot(client: DaemonClient, held: HeldSnapshot, timeout_s: float) ->
             layout=layout,
             slot=held.slot,
             places=held.places,
+            descriptor=arena.descriptor,
         )
         # Verify the pieces that contain the extras.
         first = manifest.extras_offset // manifest.piece_bytes

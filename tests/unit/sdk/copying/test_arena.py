@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast._copying.arena import MappedArena, claim_arena, populate, read_arena
+from holdfast._copying.arena import MappedArena, claim_arena, read_arena
 from holdfast_core.errors import (
     ProtocolError,
     RankInUseError,
@@ -134,28 +134,6 @@ def test_a_read_arena_is_mapped_read_only(serve: Serve, arena_file: Path) -> Non
     assert bytes(view) == bytes([250, 251, 252, 253, 254, 255, 0, 1, 2, 3])
     assert view.readonly
     arena.close()
-
-
-def test_pages_of_an_arena_to_read_can_be_mapped_before_they_are_read(tmp_path: Path) -> None:
-    nbytes = 4 << 20
-    path = tmp_path / "arena"
-    path.write_bytes(bytes(nbytes))
-
-    arena = MappedArena(os.open(path, os.O_RDONLY), nbytes, writable=False)
-    before = _mapped_kib(arena.address)
-    populate(arena.address + nbytes // 2 + 100, nbytes // 4)  # any address, on no page's border
-    mapped = _mapped_kib(arena.address)
-    arena.close()
-
-    assert before < 1024  # a fault may map its neighbours, too
-    assert 1024 <= mapped < 4096
-
-
-def _mapped_kib(address: int) -> int:
-    """Of the mapping that begins at `address`, what this process has in its page tables."""
-    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-    next(line for line in lines if line.startswith(f"{address:x}-"))
-    return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
 
 
 def test_an_arena_to_read_that_is_too_short_is_refused(serve: Serve, arena_file: Path) -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import mmap
+import os
 import random
 import threading
 import weakref
@@ -154,7 +156,7 @@ def parts_of(lengths: Sequence[int], seed: int, *, apart: bool = False) -> list[
 
 
 def placed(offset: int, nbytes: int, slot: int = 1, places: bytes = b"") -> Placed:
-    """Room for a payload whose extras begin at `offset`, in memory that tests may look at."""
+    """Room for a payload whose extras begin at `offset`, in a file that tests may look at."""
     layout = Layout(
         rank=0,
         world_size=1,
@@ -164,10 +166,18 @@ def placed(offset: int, nbytes: int, slot: int = 1, places: bytes = b"") -> Plac
         extras_capacity=nbytes - offset,
         piece_bytes=PIECE,
     )
-    raw = (ctypes.c_ubyte * layout.arena_bytes(3))()
-    arena = memoryview(raw).cast("B")
-    address = ctypes.addressof(raw)
-    return Placed(arena=arena, address=address, layout=layout, slot=slot, places=places)
+    descriptor = os.memfd_create("arena")
+    os.ftruncate(descriptor, layout.arena_bytes(3))
+    raw = (ctypes.c_ubyte * layout.arena_bytes(3)).from_buffer(mmap.mmap(descriptor, 0))
+    weakref.finalize(raw, os.close, descriptor)
+    return Placed(
+        arena=memoryview(raw).cast("B"),
+        address=ctypes.addressof(raw),
+        layout=layout,
+        slot=slot,
+        places=places,
+        descriptor=descriptor,
+    )
 
 
 def test_nothing_of_a_capture_is_left_to_the_collector_of_cycles(engine: CopyEngine) -> None:
@@ -221,6 +231,15 @@ def test_what_is_captured_is_hashed_and_comes_back(
     assert payload[offset:] == extras
     engine.restore(plan, replace(target, arena=target.arena.toreadonly()), end, digests)
     assert all(torch.equal(flat, was) for (_, _, flat), was in zip(parts, wanted, strict=True))
+
+
+def test_an_arena_that_was_cut_is_noticed_while_it_is_restored(engine: CopyEngine) -> None:
+    parts = parts_of([40 * PIECE], 1)
+    plan, target = plan_copy(parts, (), PIECE), placed(40 * PIECE, 41 * PIECE)
+    digests = captured(engine, plan, target)
+    os.ftruncate(target.descriptor, target.start(0) + 39 * PIECE + 1)
+    with pytest.raises(CorruptError, match="was cut short"):
+        engine.restore(plan, target, 40 * PIECE, digests)
 
 
 def captured(
