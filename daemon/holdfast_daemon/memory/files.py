@@ -51,8 +51,8 @@ class Files(Protocol):
         """Remove `path` and everything below it; do nothing when it is missing."""
 
     def allocate(self, path: Path, start: int, nbytes: int) -> None:
-        """Extend `path` (created when missing) by [start, start + nbytes) of zeros, backed by memory
-        that is charged to this process."""
+        """Extend `path` (created when missing) by [start, start + nbytes) of zeros, backed by
+        memory that is charged to this process."""
 
     def truncate(self, path: Path, nbytes: int) -> None:
         """Cut `path` to `nbytes`, and free memory beyond its end."""

@@ -25,10 +25,9 @@ from holdfast_daemon.parity.changes import ChangeFetch, changed_pieces
 from holdfast_daemon.parity.combining import Fetch, Stream
 from holdfast_daemon.transport.protocol import Kind
 
-
 DENSE_SHARE = 15 / 16
-"""Share of changed pieces from which whole chunks are fetched: the network gains at most a sixteenth
-from changes, and each byte of a change takes three times the CPU time (decision 0121)."""
+"""Share of changed pieces from which on whole chunks are fetched: changes would spare the network
+at most a sixteenth, and take twice the CPU time (decision 0148)."""
 
 
 class PeersFetch(Fetch, ChangeFetch, Protocol):

@@ -215,9 +215,7 @@ def changed_first(count: int) -> Callable[[Peers], None]:
         (changed_first(0), "new", False),
     ],
 )
-def test_the_better_way_is_taken(
-    change: Callable[[Peers], None], holds: str, better: bool
-) -> None:
+def test_the_better_way_is_taken(change: Callable[[Peers], None], holds: str, better: bool) -> None:
     peers = group()
     former = [bytes(len(payload)) for payload in peers.old]
     change(peers)
