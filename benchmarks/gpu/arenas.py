@@ -57,7 +57,12 @@ class OpenArena:
         def reader() -> Placed:
             arena = MappedArena(os.open(path, os.O_RDONLY), nbytes, writable=False)
             mapped.append(arena)
-            return replace(self.placed, arena=arena.view(0, nbytes), address=arena.address)
+            return replace(
+                self.placed,
+                arena=arena.view(0, nbytes),
+                address=arena.address,
+                descriptor=arena.descriptor,
+            )
 
         try:
             yield reader

@@ -11,8 +11,7 @@ What the parts cost alone, for all bytes:
 - `pinned_in_ranges`, `pinned_at_once`: the mapping is pinned, as a direct restore does or as a
   whole, and released; `pinned_small_pages`: the same in ranges, with pages of 4 KiB;
 - `uploaded`: pinned in ranges, and copied by the device;
-- `mapped`: the pages of the mapping are mapped, as before a thread reads them;
-- `buffered_threads_N`: N threads copy the mapping into their pinned buffers;
+- `buffered_threads_N`: N threads read the arena's file into their pinned buffers;
 - `hashed_from_buffers_threads_N`: and hash it.
 
     python -m benchmarks.gpu.restoring --out FILE.json
@@ -40,7 +39,7 @@ from benchmarks.gpu.copying import (
 )
 from benchmarks.gpu.results import Goal, Pair, Results, in_turn, run
 from benchmarks.gpu.room import GIB, MIB, cores, state_bytes
-from holdfast._copying.arena import MappedArena, populate
+from holdfast._copying.arena import MappedArena
 from holdfast._copying.device_hashes import DeviceHasher, triton_kernel
 from holdfast._copying.devices import Device, UploadRange
 from holdfast._copying.engine import BLOCK_PIECES, CopyEngine
@@ -170,14 +169,11 @@ def _parts(
     if results.on_gpu:
         small = partial(_small_pages, device, nbytes, partial(compared, "pinned_small_pages"))
         results.attempt("pinned_small_pages", small)
-    results.attempt(
-        "mapped", with_readers("mapped", lambda source: populate(source.address + low, nbytes))
-    )
     for threads in counts:
         for figure, hashed in (("buffered", False), ("hashed_from_buffers", True)):
             name = f"{figure}_threads_{threads}"
             with engine_of(threads, arena) as engine:
-                ours = partial(_buffered, engine, arena, nbytes, low, hashed)
+                ours = partial(_buffered, engine, arena, nbytes, hashed)
                 results.attempt(name, with_readers(name, ours))
 
 
@@ -211,9 +207,9 @@ def _small_pages(
 
 
 def _buffered(
-    engine: CopyEngine, arena: OpenArena, nbytes: int, low: int, hashed: bool, source: Placed
+    engine: CopyEngine, arena: OpenArena, nbytes: int, hashed: bool, source: Placed
 ) -> None:
-    """Copy the bytes of the slot into a pinned buffer of each thread, block by block, as a restore
+    """Read the bytes of the slot into a pinned buffer of each thread, block by block, as a restore
     by threads does."""
     buffers = threading.local()
 
@@ -221,12 +217,10 @@ def _buffered(
         if not hasattr(buffers, "tensor"):
             buffers.tensor = arena.device.buffer(BLOCK_BYTES)
         target = buffers.tensor.data_ptr()
-        begin = low + index * BLOCK_BYTES
-        populate(source.address + begin, BLOCK_BYTES)
         for at in range(0, BLOCK_BYTES, PIECE_BYTES):
-            ctypes.memmove(target + at, source.address + begin + at, PIECE_BYTES)
+            source.read_into(target + at, index * BLOCK_BYTES + at, PIECE_BYTES)
             if hashed:
-                xxh3_64_intdigest(source.arena[begin + at : begin + at + PIECE_BYTES])
+                xxh3_64_intdigest((ctypes.c_ubyte * PIECE_BYTES).from_address(target + at))
 
     engine.each(block, nbytes // BLOCK_BYTES)
 

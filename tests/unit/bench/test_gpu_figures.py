@@ -19,7 +19,7 @@ WITHIN_S = 100.0
 FIELDS = {"name", "value", "unit", "floor", "floor_name", "ratio", "goal", "met", "runs"}
 MEASURED = {
     "copying": {"first_use", "staged_1MiB_threads_2"},
-    "restoring": {"restored_1MiB_threads_2", "mapped", "hashed_from_buffers_threads_2"},
+    "restoring": {"restored_1MiB_threads_2", "hashed_from_buffers_threads_2"},
     "boundary_logs": {"micro_batch_logged_waiting"},
     "saving": {"save_call_small", "save_call_large", "blocked_small", "blocked_large"},
     "step": {"step_threads_2", "step_skipped_threads_2"},
