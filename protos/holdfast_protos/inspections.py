@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast_core.inspections import FRAMES_MAX, Frame, InspectedProcess, bounded_process
+from holdfast_core.inspections import (
+    FRAMES_MAX,
+    GROUPS_MAX,
+    MEMBERS_MAX,
+    Frame,
+    GroupCollectives,
+    InspectedProcess,
+    bounded_process,
+)
 from holdfast_protos import values_pb2
 
 
@@ -25,6 +33,17 @@ def processes_to_proto(
             ],
             no_stack=each.no_stack,
             hardware_fault=each.hardware_fault,
+            collectives=[
+                values_pb2.GroupCollectives(
+                    group=g.group,
+                    entered=g.entered,
+                    pending=g.pending,
+                    operation=g.operation,
+                    size=g.size,
+                    members=g.members,
+                )
+                for g in each.collectives
+            ],
         )
         for each in processes
     ]
@@ -48,6 +67,17 @@ def processes_from_proto(
                 ),
                 no_stack=each.no_stack,
                 hardware_fault=each.hardware_fault,
+                collectives=tuple(
+                    GroupCollectives(
+                        group=g.group,
+                        entered=g.entered,
+                        pending=g.pending,
+                        operation=g.operation,
+                        size=g.size,
+                        members=tuple(g.members[: MEMBERS_MAX + 1]),
+                    )
+                    for g in each.collectives[:GROUPS_MAX]
+                ),
             ),
             frames_max,
         )
