@@ -60,6 +60,29 @@ class GroupCollectives(Struct, frozen=True, kw_only=True, gc=False):
     """Ranks of the group if something is pending and they are at most `MEMBERS_MAX`; else empty."""
 
 
+class SessionActivity(Struct, frozen=True, kw_only=True, gc=False):
+    """What the session of one rank was doing, as it has noted itself."""
+
+    epoch: int
+    """Epoch in which its session has restored; 0 before that."""
+    ranks: int
+    """Number of ranks in its world."""
+    step: int
+    """Step that it has completed last."""
+    training: str = ""
+    """Call of the session in which its training thread is, such as `save`; empty in none."""
+    saving: str = ""
+    """What its saver does for a save, such as `waits for a slot`; empty for nothing."""
+
+    @property
+    def in_words(self) -> str:
+        """The call in which training is, and what a save does meanwhile; empty outside of calls."""
+        if not self.training:
+            return ""
+        save = f", while a save {self.saving}" if self.saving else ""
+        return f"in {self.training} of its session after step {self.step}{save}"
+
+
 class InspectedProcess(Struct, frozen=True, kw_only=True, gc=False):
     """The process of one rank, as its launcher saw it."""
 
@@ -83,6 +106,8 @@ class InspectedProcess(Struct, frozen=True, kw_only=True, gc=False):
     or could not be asked."""
     collectives: tuple[GroupCollectives, ...] = ()
     """Its collectives, those that have not completed first; empty if its process gave no answer."""
+    session: SessionActivity | None = None
+    """None if its process has noted nothing."""
 
     @property
     def in_words(self) -> str:
@@ -95,11 +120,16 @@ class InspectedProcess(Struct, frozen=True, kw_only=True, gc=False):
             for each in self.collectives
             if each.operation
         ]
-        return "; ".join(filter(None, (*parts, *why, *pending, stack)))
+        session = ""
+        if (noted := self.session) is not None:
+            session = f"after step {noted.step} in epoch {noted.epoch} of {noted.ranks} ranks"
+            session = " ".join(filter(None, (session, noted.in_words)))
+        return "; ".join(filter(None, (*parts, *why, session, *pending, stack)))
 
 
 def bounded_process(process: InspectedProcess, frames_max: int = FRAMES_MAX) -> InspectedProcess:
     """`process` with printable texts of bounded size, and at most `frames_max` frames."""
+    session = process.session
     return InspectedProcess(
         rank=process.rank,
         state=printable(process.state[:1]),
@@ -126,5 +156,13 @@ def bounded_process(process: InspectedProcess, frames_max: int = FRAMES_MAX) -> 
                 members=each.members if len(each.members) <= MEMBERS_MAX else (),
             )
             for each in process.collectives[:GROUPS_MAX]
+        ),
+        session=session
+        and SessionActivity(
+            epoch=session.epoch,
+            ranks=session.ranks,
+            step=session.step,
+            training=printable(session.training[:NAME_CHARACTERS_MAX]),
+            saving=printable(session.saving[:NAME_CHARACTERS_MAX]),
         ),
     )

@@ -11,6 +11,7 @@ from holdfast_core.inspections import (
     Frame,
     GroupCollectives,
     InspectedProcess,
+    SessionActivity,
     bounded_process,
 )
 from holdfast_protos import values_pb2
@@ -44,6 +45,7 @@ def processes_to_proto(
                 )
                 for g in each.collectives
             ],
+            session=None if each.session is None else _session_to_proto(each.session),
         )
         for each in processes
     ]
@@ -78,8 +80,29 @@ def processes_from_proto(
                     )
                     for g in each.collectives[:GROUPS_MAX]
                 ),
+                session=_session_from_proto(each.session) if each.HasField("session") else None,
             ),
             frames_max,
         )
         for each in messages
+    )
+
+
+def _session_to_proto(session: SessionActivity) -> values_pb2.SessionActivity:
+    return values_pb2.SessionActivity(
+        epoch=session.epoch,
+        ranks=session.ranks,
+        step=session.step,
+        training=session.training,
+        saving=session.saving,
+    )
+
+
+def _session_from_proto(message: values_pb2.SessionActivity) -> SessionActivity:
+    return SessionActivity(
+        epoch=message.epoch,
+        ranks=message.ranks,
+        step=message.step,
+        training=message.training,
+        saving=message.saving,
     )

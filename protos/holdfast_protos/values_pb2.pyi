@@ -752,6 +752,7 @@ class InspectedProcess(_message.Message):
     NO_STACK_FIELD_NUMBER: _builtins.int
     HARDWARE_FAULT_FIELD_NUMBER: _builtins.int
     COLLECTIVES_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     state: _builtins.str
     """as in /proc/PID/stat; empty: not readable"""
@@ -773,6 +774,10 @@ class InspectedProcess(_message.Message):
     def collectives(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupCollectives]:
         """those that have not completed first"""
 
+    @_builtins.property
+    def session(self) -> Global___SessionActivity:
+        """not set: nothing noted"""
+
     def __init__(
         self,
         *,
@@ -785,14 +790,53 @@ class InspectedProcess(_message.Message):
         no_stack: _builtins.str = ...,
         hardware_fault: _builtins.str = ...,
         collectives: _abc.Iterable[Global___GroupCollectives] | None = ...,
+        session: Global___SessionActivity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "collectives", b"collectives", "frames", b"frames", "hardware_fault", b"hardware_fault", "helper", b"helper", "kernel", b"kernel", "no_stack", b"no_stack", "rank", b"rank", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "collectives", b"collectives", "frames", b"frames", "hardware_fault", b"hardware_fault", "helper", b"helper", "kernel", b"kernel", "no_stack", b"no_stack", "rank", b"rank", "session", b"session", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InspectedProcess: _TypeAlias = InspectedProcess  # noqa: Y015
+
+@_typing.final
+class SessionActivity(_message.Message):
+    """What the session of a rank was doing, as it has noted itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    TRAINING_FIELD_NUMBER: _builtins.int
+    SAVING_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """in which it has restored; 0: before that"""
+    ranks: _builtins.int
+    """of its world"""
+    step: _builtins.int
+    """completed last"""
+    training: _builtins.str
+    """call of the session in which its training thread is; empty: in none"""
+    saving: _builtins.str
+    """what its saver does for a save; empty: nothing"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        ranks: _builtins.int = ...,
+        step: _builtins.int = ...,
+        training: _builtins.str = ...,
+        saving: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ranks", b"ranks", "saving", b"saving", "step", b"step", "training", b"training"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionActivity: _TypeAlias = SessionActivity  # noqa: Y015
 
 @_typing.final
 class GroupCollectives(_message.Message):

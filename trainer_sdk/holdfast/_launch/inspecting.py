@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast._activity import FILE_BYTES, activity_file, activity_in
 from holdfast._flight_recorder import QUESTION, answer_file, question_file
 from holdfast._launch.process_tree import all_children, family_of, state_of
 from holdfast._stacks import STACK_SIGNAL
@@ -31,6 +32,7 @@ from holdfast_core.inspections import (
     Frame,
     GroupCollectives,
     InspectedProcess,
+    SessionActivity,
 )
 
 STACK_S = 1.5
@@ -109,6 +111,7 @@ def inspect_workers(
             frames=frames,
             no_stack="" if frames else why,
             collectives=_collectives_in(files[lane]),
+            session=_session_of(families[lane]),
         )
     return found
 
@@ -135,13 +138,28 @@ def _collectives_in(answer: Path | None) -> tuple[GroupCollectives, ...]:
     """The collectives that a process has written; none if it gave no answer, or a malformed one."""
     with suppress(OSError, msgspec.MsgspecError):
         if answer is not None:
-            # The process may have put anything in that place, such as a pipe.
-            descriptor = os.open(answer, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-            try:
-                return _COLLECTIVES.decode(os.read(descriptor, COLLECTIVES_BYTES_MAX))[:GROUPS_MAX]
-            finally:
-                os.close(descriptor)
+            return _COLLECTIVES.decode(_read(answer, COLLECTIVES_BYTES_MAX))[:GROUPS_MAX]
     return ()
+
+
+def _session_of(family: Collection[int]) -> SessionActivity | None:
+    """What the session of the first of these processes that keeps notes was doing; None if none of
+    them does."""
+    for pid in family:
+        with suppress(OSError):
+            if (file := activity_file(pid)) is not None:
+                return activity_in(_read(file, FILE_BYTES + 1))
+    return None
+
+
+def _read(file: Path, bytes_max: int) -> bytes:
+    """The beginning of a file of a worker, which may have put anything in its place, such as a
+    pipe. Raises OSError."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return os.read(descriptor, bytes_max)
+    finally:
+        os.close(descriptor)
 
 
 def _await_answers(asked: Mapping[int, _Question], files: Collection[Path]) -> dict[int, bytes]:

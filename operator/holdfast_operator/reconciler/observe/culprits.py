@@ -275,9 +275,9 @@ def _place_of(process: InspectedProcess | None) -> _Place:
         why = process.no_stack or "none was found"
         return _Place(_Kind.NO_STACK, f"without a stack ({why})")
     place = _place_in(process.frames)
-    if place.kind in _WAITS:
-        return place
-    return replace(place, details=", ".join(filter(None, (process.call, process.helper))))
+    session = process.session.in_words if process.session is not None else ""
+    seen = (process.call, process.helper) if place.kind not in _WAITS else ()
+    return replace(place, details=", ".join(filter(None, (*seen, session))))
 
 
 def _place_or_absence(process: InspectedProcess | None, absent: Mapping[int, Wait]) -> _Place:

@@ -29,9 +29,10 @@ MAIN = (
 """Outer frames of every worker that torchrun's launcher has forked."""
 
 
-def of(rank: int, *frames: Frame, **fields: str) -> InspectedProcess:
+def of(rank: int, *frames: Frame, state: str = "S", **fields: str) -> InspectedProcess:
     stack = (*frames, *MAIN) if frames else ()
-    return InspectedProcess(rank=rank, state=fields.pop("state", "S"), frames=stack, **fields)
+    process = InspectedProcess(rank=rank, state=state, frames=stack)
+    return structs.replace(process, **fields)
 
 
 def reduces(rank: int, line: int = 31, name: str = "all_reduce") -> InspectedProcess:

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from holdfast._launch.inspecting import STACK_BYTES_MAX, inspect_workers
 from holdfast._stacks import STACK_SIGNAL
-from holdfast_core.inspections import GroupCollectives, bounded_process
+from holdfast_core.inspections import GroupCollectives, SessionActivity, bounded_process
 
 OFFERS = """
 import os, sys, pathlib, signal
@@ -32,6 +32,20 @@ def load(path):
         return file.read(1)
 
 load(sys.argv[1])
+"""
+)
+SAVES = (
+    OFFERS
+    + """
+import time
+from holdfast._activity import ACTIVITY
+ACTIVITY.begin_world(3, 8, 40)
+ACTIVITY.complete(41)
+with ACTIVITY.training_in("save"):
+    with ACTIVITY.training_in("wait_staged"):
+        ACTIVITY.save_by("waits for a slot")
+    print("up", flush=True)
+    time.sleep(60)
 """
 )
 SPINS = (
@@ -162,6 +176,15 @@ def test_a_call_on_a_file_is_named_where_the_kernel_shows_it(workers: Workers) -
         pytest.skip(f"the kernel does not show it to this user: {error}")
     (found,) = inspect_workers(workers.pids(), workers.directory).values()
     assert found.call == f"read of {workers.fifo}"
+
+
+def test_the_notes_of_a_session_are_read_while_its_process_hangs(workers: Workers) -> None:
+    os.kill(workers.start(SAVES).pid, signal.SIGSTOP)
+    (saves,) = inspect_workers(workers.pids(), workers.directory).values()
+    assert saves.session == SessionActivity(
+        epoch=3, ranks=8, step=41, training="save", saving="waits for a slot"
+    )
+    assert "in save of its session after step 41, while a save waits for a slot" in saves.in_words
 
 
 def test_a_child_of_a_rank_is_named_when_it_is_stopped(workers: Workers) -> None:
