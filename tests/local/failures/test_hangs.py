@@ -139,7 +139,10 @@ def test_each_hang_names_its_culprit(directory: Path) -> None:
     assert "not answering" not in loads + order + leaves + stopped
     assert "rank 2 is stopped (by SIGSTOP or a debugger); 3 others are waiting in " in stopped
     for cause, text in zip(causes(status), inspections(status), strict=True):
-        assert text.partition(": ")[2] in cause
+        verdict, _, calls = text.partition(": ")[2].partition(". Innermost calls of ")
+        assert verdict in cause and bool(calls) is (text is not stopped)
+    assert status.last_hang is not None
+    assert (status.last_hang.kind, status.last_hang.text) == ("Stopped", stopped.partition(": ")[2])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import structs
 
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import JobLoss
@@ -19,6 +20,7 @@ from holdfast_core.job.status import (
     ExpertsStatus,
     FailureStatus,
     HangDetectionStatus,
+    HangStatus,
     JobCondition,
     JobStatus,
     MemberStatus,
@@ -111,7 +113,7 @@ def status_of(
     generation = job.metadata.generation
     started = previous.get("startedAt") or (clocks.text(now) if membership is not None else None)
     slow = _slow_ranks(observed, state) if phase is Phase.RUNNING else ()
-    return _document(
+    document = _document(
         JobStatus(
             phase=phase,
             epoch=state.epoch,
@@ -151,8 +153,12 @@ def status_of(
             protection_traffic=_traffic(traffic_of(observed, membership)),
             slots=fewest_slots(observed, membership) or None,
             counters=to_document(state, now=clocks.now, wall=clocks.wall),
+            last_hang=_hang(state, clocks),
         )
     )
+    if state.hang is None and previous.get("lastHang"):  # An earlier control loop has seen it.
+        document["lastHang"] = previous["lastHang"]
+    return document
 
 
 def refusal_status(resource: Object, reason: str, message: str, now: str) -> Object:
@@ -235,6 +241,7 @@ def recoveries_of(status: Object) -> list[Recovery]:
                 sources=((0, source),) if source else (),
                 replay=each.get("replay", ""),
                 advice=each.get("advice", ""),
+                left_nodes=tuple(each.get("leftNodes") or ()),
                 advanced_at=None if seconds is None else at + seconds,
             )
         )
@@ -320,6 +327,12 @@ def _joining(
 
 def _time(clocks: ClockPair, at: float | None) -> str | None:
     return None if at is None else clocks.text(at)
+
+
+def _hang(state: ControlState, clocks: ClockPair) -> HangStatus | None:
+    if state.hang is None:
+        return None
+    return structs.replace(state.hang, detected_at=clocks.text(state.hung_at))
 
 
 def _failure(failure: TrainerFailure) -> FailureStatus:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 from holdfast_core.inspections import STOPPED, UNINTERRUPTIBLE, Frame, InspectedProcess
 from holdfast_operator.reconciler.observe.collective_waits import (
@@ -45,6 +45,30 @@ _PACKAGES = re.compile(r"/(site|dist)-packages/")
 _STANDARD = re.compile(r"/lib(64)?/python[\d.]+t?/|^<frozen ")
 
 
+class HangKind(StrEnum):
+    """What held up a job that hung, in one word."""
+
+    STOPPED = "Stopped"
+    """A process that a signal or a debugger has stopped."""
+    KERNEL = "Kernel"
+    """A process that the kernel does not let go: for storage or a driver."""
+    ENDED = "Ended"
+    """A rank whose script has ended while others waited."""
+    DATA_LOADER = "DataLoader"
+    CODE = "Code"
+    """Code of the script, or of a library, while others waited."""
+    MISSING = "Missing"
+    """A rank that had not entered a collective in which others waited."""
+    ELSEWHERE = "Elsewhere"
+    """A rank that waited in another place than most."""
+    DEADLOCK = "Deadlock"
+    """Ranks that waited for each other."""
+    HARDWARE = "Hardware"
+    """A fault of hardware that the kernel has reported."""
+    UNKNOWN = "Unknown"
+    """No culprit stood out."""
+
+
 class _Kind(IntEnum):
     """Kind of the place where a rank is."""
 
@@ -65,6 +89,19 @@ class _Kind(IntEnum):
 
 
 _WAITS = (_Kind.WAITING, _Kind.BACKWARD)
+
+
+_KINDS = {
+    _Kind.STOPPED: HangKind.STOPPED,
+    _Kind.UNINTERRUPTIBLE: HangKind.KERNEL,
+    _Kind.ENDED: HangKind.ENDED,
+    _Kind.LOADER: HangKind.DATA_LOADER,
+    _Kind.CODE: HangKind.CODE,
+    _Kind.WAITING: HangKind.ELSEWHERE,
+    _Kind.BACKWARD: HangKind.ELSEWHERE,
+    _Kind.ABSENT: HangKind.MISSING,
+    _Kind.FAULTY: HangKind.HARDWARE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +133,15 @@ class Diagnosis:
     """Who holds up the others and how, or that nobody does, in words of bounded length."""
     culprits: frozenset[int]
     """Ranks that hold up the others; empty where none stands out."""
-    hardware_fault: bool = False
-    """Whether they do because of a fault of hardware that the kernel has reported."""
+    kind: HangKind
+    examples: tuple[int, ...] = ()
+    """Ranks that show why the job hangs: the culprits, or one rank at each place if none stands
+    out."""
+
+    @property
+    def hardware_fault(self) -> bool:
+        """Whether they do because of a fault of hardware that the kernel has reported."""
+        return self.kind is HangKind.HARDWARE
 
 
 def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | None]) -> Diagnosis:
@@ -119,10 +163,8 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
         culprits = {place: found for place, found in told.items() if place.kind is _Kind.ABSENT}
     elif not culprits:
         culprits = _minority(told)
-    faulty = not culprits and any(
-        each is not None and each.hardware_fault for each in answers.values()
-    )
-    if faulty:  # With NCCL, all ranks wait in one place.
+    faults = (each.hardware_fault for each in answers.values() if each is not None)
+    if not culprits and any(faults):  # With NCCL, all ranks wait in one place.
         groups = _grouped(answers, _place_or_fault)
         told = _told(groups)
         culprits = {place: found for place, found in told.items() if place.kind is _Kind.FAULTY}
@@ -138,15 +180,18 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
         parts.append(f"no culprit stands out: {others} {_verb(found)} {place.text}")
     elif told:
         parts += _named(told, told)
+    kind = _KINDS[next(iter(culprits)).kind] if culprits else HangKind.UNKNOWN
     stuck = culprits and all(place.kind not in _WAITS for place in culprits)
     if told and not stuck:
         if in_words := waits.in_words:
             parts.append(in_words)
+            kind = HangKind.DEADLOCK if waits.circle and not culprits else kind
         elif not culprits and len(told) > 1 and all(place.kind in _WAITS for place in told):
             parts.append(
                 "they wait for each other, as when two groups are used in opposite order or a "
                 "branch differs"
             )
+            kind = HangKind.DEADLOCK
     for place, found in groups.items():
         if place.proves_nothing:
             parts.append(f"{ranks_in_words(found)} {_verb(found)} {place.text}")
@@ -156,7 +201,8 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
     if len(text) > TEXT_CHARACTERS_MAX:
         text = f"{text[: TEXT_CHARACTERS_MAX - 1]}…"
     blamed = frozenset(rank for found in culprits.values() for rank in found)
-    return Diagnosis(text=text, culprits=blamed, hardware_fault=faulty)
+    firsts = sorted(blamed) or [found[0] for found in told.values()]
+    return Diagnosis(text=text, culprits=blamed, kind=kind, examples=tuple(firsts))
 
 
 def _told(groups: Mapping[_Place, list[int]]) -> dict[_Place, list[int]]:
