@@ -14,6 +14,7 @@ from msgspec import structs
 
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import JobLoss
+from holdfast_core.job.hang_story import hang_from
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import (
     CorruptionStatus,
@@ -107,13 +108,11 @@ def status_of(
     phase = phase_of(decision.conditions)
     ready, nodes_ready = _at_work(observed, membership)
     step = newest_step(observed, membership) if membership is not None else 0
-    protected = newest_protected(observed)
-    if protected is None and state.outcome is not None and previous.get("protected"):
-        protected = Generation.parse(previous["protected"])  # its memory was freed
+    protected = _protected(observed, state, previous)
     generation = job.metadata.generation
     started = previous.get("startedAt") or (clocks.text(now) if membership is not None else None)
     slow = _slow_ranks(observed, state) if phase is Phase.RUNNING else ()
-    document = _document(
+    return _document(
         JobStatus(
             phase=phase,
             epoch=state.epoch,
@@ -153,12 +152,9 @@ def status_of(
             protection_traffic=_traffic(traffic_of(observed, membership)),
             slots=fewest_slots(observed, membership) or None,
             counters=to_document(state, now=clocks.now, wall=clocks.wall),
-            last_hang=_hang(state, clocks),
+            last_hang=_hang(state, previous, clocks),
         )
     )
-    if state.hang is None and previous.get("lastHang"):  # An earlier control loop has seen it.
-        document["lastHang"] = previous["lastHang"]
-    return document
 
 
 def refusal_status(resource: Object, reason: str, message: str, now: str) -> Object:
@@ -329,9 +325,17 @@ def _time(clocks: ClockPair, at: float | None) -> str | None:
     return None if at is None else clocks.text(at)
 
 
-def _hang(state: ControlState, clocks: ClockPair) -> HangStatus | None:
-    if state.hang is None:
-        return None
+def _protected(observed: ClusterView, state: ControlState, previous: Object) -> Generation | None:
+    """The newest protected generation, also once the memory of a job that ended was freed."""
+    found = newest_protected(observed)
+    if found is None and state.outcome is not None and previous.get("protected"):
+        return Generation.parse(previous["protected"])
+    return found
+
+
+def _hang(state: ControlState, previous: Object, clocks: ClockPair) -> HangStatus | None:
+    if state.hang is None:  # An earlier control loop may have seen one.
+        return hang_from(previous.get("lastHang"))
     return structs.replace(state.hang, detected_at=clocks.text(state.hung_at))
 
 
