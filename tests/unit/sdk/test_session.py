@@ -181,12 +181,13 @@ def test_the_optimizer_waits_for_the_copy_but_not_for_the_daemon(
     assert "in progress" in str(error_of(session.save(2)))
     gate.set()
     session.prepare()  # returns once the worker is free
-    assert noted_here().saving == ""
     trainer.train()
     while isinstance(session.save(session.counters.step + 1).error, SnapshotSkippedError):
         session.wait_staged()
     assert session.counters.skipped >= 2
     assert session.counters.failed == 0
+    session.close()
+    assert noted_here().saving == ""
 
 
 def test_a_state_that_grows_gets_a_new_arena_and_loses_nothing(
