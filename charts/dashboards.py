@@ -28,6 +28,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_operator_recovery_seconds",
         "holdfast_operator_replacement_seconds",
         "holdfast_operator_node_failures_total",
+        "holdfast_operator_hangs_total",
         "holdfast_operator_nodes_failed",
         "holdfast_operator_nodes_avoided_total",
         "holdfast_restores_total",
@@ -179,6 +180,7 @@ TABLES: dict[str, str] = {
     "holdfast_operator_recoveries_total": "Recoveries by cause, in the chosen time",
     "holdfast_operator_recoveries_finished_total": "Sources of recovered state, in the chosen time",
     "holdfast_operator_node_failures_total": "Failures of nodes by kind, in the chosen time",
+    "holdfast_operator_hangs_total": "Hangs by what held the job up, in the chosen time",
 }
 """Titles of the panels of rare events: their numbers in the chosen time, not their rates."""
 

@@ -751,6 +751,8 @@ class InspectedProcess(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     NO_STACK_FIELD_NUMBER: _builtins.int
     HARDWARE_FAULT_FIELD_NUMBER: _builtins.int
+    COLLECTIVES_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     state: _builtins.str
     """as in /proc/PID/stat; empty: not readable"""
@@ -768,6 +770,14 @@ class InspectedProcess(_message.Message):
     def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___StackFrame]:
         """of the main thread, the innermost call first"""
 
+    @_builtins.property
+    def collectives(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupCollectives]:
+        """those that have not completed first"""
+
+    @_builtins.property
+    def session(self) -> Global___SessionActivity:
+        """not set: nothing noted"""
+
     def __init__(
         self,
         *,
@@ -779,14 +789,98 @@ class InspectedProcess(_message.Message):
         frames: _abc.Iterable[Global___StackFrame] | None = ...,
         no_stack: _builtins.str = ...,
         hardware_fault: _builtins.str = ...,
+        collectives: _abc.Iterable[Global___GroupCollectives] | None = ...,
+        session: Global___SessionActivity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "frames", b"frames", "hardware_fault", b"hardware_fault", "helper", b"helper", "kernel", b"kernel", "no_stack", b"no_stack", "rank", b"rank", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "collectives", b"collectives", "frames", b"frames", "hardware_fault", b"hardware_fault", "helper", b"helper", "kernel", b"kernel", "no_stack", b"no_stack", "rank", b"rank", "session", b"session", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InspectedProcess: _TypeAlias = InspectedProcess  # noqa: Y015
+
+@_typing.final
+class SessionActivity(_message.Message):
+    """What the session of a rank was doing, as it has noted itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    TRAINING_FIELD_NUMBER: _builtins.int
+    SAVING_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """in which it has restored; 0: before that"""
+    ranks: _builtins.int
+    """of its world"""
+    step: _builtins.int
+    """completed last"""
+    training: _builtins.str
+    """call of the session in which its training thread is; empty: in none"""
+    saving: _builtins.str
+    """what its saver does for a save; empty: nothing"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        ranks: _builtins.int = ...,
+        step: _builtins.int = ...,
+        training: _builtins.str = ...,
+        saving: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ranks", b"ranks", "saving", b"saving", "step", b"step", "training", b"training"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionActivity: _TypeAlias = SessionActivity  # noqa: Y015
+
+@_typing.final
+class GroupCollectives(_message.Message):
+    """How far a rank has come in the collectives of a process group, as torch has recorded it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    ENTERED_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """its name and backend: equal on all of its ranks"""
+    entered: _builtins.int
+    """number of the newest collective that the rank has entered; 0: none"""
+    pending: _builtins.int
+    """number of the oldest collective that has not completed; 0: none"""
+    operation: _builtins.str
+    """what has not completed; empty: nothing"""
+    size: _builtins.int
+    """number of its ranks"""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """its ranks if something is pending, and they are few enough"""
+
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        entered: _builtins.int = ...,
+        pending: _builtins.int = ...,
+        operation: _builtins.str = ...,
+        size: _builtins.int = ...,
+        members: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entered", b"entered", "group", b"group", "members", b"members", "operation", b"operation", "pending", b"pending", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupCollectives: _TypeAlias = GroupCollectives  # noqa: Y015
 
 @_typing.final
 class StackFrame(_message.Message):

@@ -18,6 +18,9 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+from holdfast._activity import ACTIVITY
+from holdfast._flight_recorder import offer_collectives
+
 STACK_SIGNAL = signal.SIGRTMAX - 7
 
 
@@ -29,10 +32,15 @@ class _Offer:
 
 def offer_stack(directory: Path | None) -> None:
     """Let the launcher that has created `directory` ask for the stack of this process's main
-    thread. Call it on the main thread. Does nothing without a directory, a second time, or where
-    the signal is taken. Never raises."""
+    thread, and for its collectives (`_flight_recorder`), and keep notes of its session for it
+    (`_activity`). Call it on the main thread. Does nothing
+    without a directory, or a second time; offers no stack where the signal is taken. Never
+    raises."""
     if directory is None or _Offer.pid == os.getpid():
         return
+    with suppress(OSError, RuntimeError):
+        ACTIVITY.keep()
+        offer_collectives(directory)
     if signal.getsignal(STACK_SIGNAL) is not signal.SIG_DFL:
         return
     with suppress(OSError, ValueError, RuntimeError):

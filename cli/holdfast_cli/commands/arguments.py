@@ -409,6 +409,11 @@ def add_history(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--plot", type=Path, metavar="FILE", help="draw the history: .png, .svg or .pdf"
     )
     parser.add_argument("--json", action="store_true", help="print the history as JSON")
+    parser.add_argument(
+        "--stacks",
+        action="store_true",
+        help="print where each rank was when the job was inspected because it hung",
+    )
     add_cluster(parser, system=True)
     parser.set_defaults(handler=_history)
 

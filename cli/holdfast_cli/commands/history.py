@@ -27,6 +27,7 @@ from holdfast_cli.commands.show import make_table
 from holdfast_cli.local.directory import RunDirectory
 from holdfast_cli.local.status import read_status
 from holdfast_cli.plotting import needs_matplotlib
+from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.catalogue.records import EventView
 from holdfast_core.errors import StorageError
 from holdfast_core.packages import PackageGroup, needing
@@ -39,6 +40,9 @@ def history(options: argparse.Namespace) -> int:
     """Carry out `holdfast history`; returns the exit code."""
     with _catalogue(options) as (url, named):
         job, events = asyncio.run(_read(url, named))
+    if options.stacks:
+        print("\n".join(stacks_in(events)) or f"the catalogue has no inspection of {job}")
+        return 0
     recorded = history_of(events)
     if not recorded.recoveries:
         raise StorageError(f"the catalogue has events of {job}, but of no epoch: they are too old")
@@ -91,6 +95,18 @@ async def _read(url: str, job: str | None) -> tuple[str, Sequence[EventView]]:
     raise StorageError(
         f"the catalogue has no events of {job} ({there}); it keeps those of the last seven days"
     )
+
+
+def stacks_in(events: Sequence[EventView]) -> list[str]:
+    """A line for each rank in each inspection of a job that hung, oldest first."""
+    lines = []
+    for each in events:
+        event = each.event
+        if event.get("event") == JobEvent.INSPECTED:
+            at, epoch, rank = (event.get(name) for name in ("time", "epoch", "rank"))
+            when = _clock(at) if isinstance(at, float | int) else "at a time unknown"
+            lines.append(f"{when}  epoch {epoch}  rank {rank}  {event.get('detail', '')}")
+    return lines
 
 
 def as_json(job: str, history: History) -> dict[str, Any]:

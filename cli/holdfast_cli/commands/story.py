@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast_cli.commands.show import is_new_corruption
 from holdfast_cli.local.status import TimedEvent
+from holdfast_core.job.hang_story import hang_from, stacks_in_words
 from holdfast_core.job.recovery_story import recovery_in_words
 from holdfast_core.job.status import Phase, RecoveryStatus
 from holdfast_core.quantities import format_count
@@ -59,24 +60,41 @@ _BAD = (
 
 
 def story_of(
-    name: str, status: Object, events: Sequence[TimedEvent], remembered: Sequence[str] = ()
+    name: str,
+    status: Object,
+    events: Sequence[TimedEvent],
+    remembered: Sequence[str] = (),
+    history: str = "holdfast history",
 ) -> str:
-    """The story of a job: its state, what happened in which order, what that cost, the last lines
-    of the trainer that failed last, what its nodes are remembered for, and what wants attention.
+    """The story of a job: its state, what happened in which order, what that cost, where the ranks
+    were when it hung last, the last lines of the trainer that failed last, what its nodes are
+    remembered for, and what wants attention.
 
     Args:
         name: of the job.
         status: the job's `.status`; empty when no operator has seen the job yet.
         events: the job's events, in any order.
         remembered: failures of its nodes, also in other jobs, a line for each node.
+        history: command that shows the job's history.
     """
-    parts = [_state(name, status), *_course(status, events), *_cost(status), *_failure(status)]
+    parts = [_state(name, status), *_course(status, events), *_cost(status)]
+    parts += [*_hang(status, history), *_failure(status)]
     return "\n\n".join([*parts, *_remembered(remembered), *_attention(status)])
 
 
 def nodes_in(status: Object) -> list[str]:
-    """The nodes on which the job trains."""
+    """The nodes on which the job trains, and those that it has left in its newest recoveries."""
+    left = [node for each in status.get("lastRecoveries") or [] for node in _left(each)]
+    return list(dict.fromkeys([*_nodes_now(status), *left]))
+
+
+def _nodes_now(status: Object) -> list[str]:
     return [each["node"] for each in status.get("members") or [] if each.get("node")]
+
+
+def _left(recovery: Object) -> list[str]:
+    """The nodes that members have left with a recovery."""
+    return recovery.get("leftNodes") or []
 
 
 def _state(name: str, status: Object) -> str:
@@ -143,6 +161,22 @@ def _cost(status: Object) -> Iterator[str]:
     )
     loss = (status.get("tokenLoss") or {}).get("text")
     yield _wrapped(f"{text} {loss}" if loss else text)
+
+
+def _hang(status: Object, history: str) -> Iterator[str]:
+    """The newest hang, with the innermost calls of ranks that show why."""
+    hang = hang_from(status.get("lastHang"))
+    if hang is None:
+        return
+    epoch = f" in epoch {hang.epoch}" if hang.epoch is not None else ""
+    lines = [_wrapped(f"The last hang{epoch}: {hang.text}.")]
+    if stacks := stacks_in_words(hang):
+        lines.append("The calls in which ranks were then, the innermost first:")
+        lines += [_wrapped(each, indent="  ", further="    ") for each in stacks]
+    lines.append(
+        _wrapped(f"The whole stacks of all ranks are in the daemons' logs, and: {history} --stacks")
+    )
+    yield "\n".join(lines)
 
 
 def _failure(status: Object) -> Iterator[str]:

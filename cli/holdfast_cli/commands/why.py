@@ -39,7 +39,8 @@ def why(options: argparse.Namespace) -> int:
         record, _ = read_run(run)
     except HoldfastError:
         record = {}
-    _print(status.local.job, status.job_document, status.local.events, record)
+    history = f"holdfast history {options.job}" if options.job else "holdfast history"
+    _print(status.local.job, status.job_document, status.local.events, record, history)
     return 0
 
 
@@ -47,7 +48,8 @@ async def _tell(api: Api, options: argparse.Namespace) -> int:
     [job], events = await read_jobs(api, options.namespace, options.job)
     name = f"{options.namespace}/{options.job}"
     record = await _record_of(api, options)
-    _print(name, job.get("status") or {}, timed_events(events), record)
+    history = f"holdfast history -n {options.namespace} {options.job}"
+    _print(name, job.get("status") or {}, timed_events(events), record, history)
     return 0
 
 
@@ -64,6 +66,12 @@ async def _record_of(api: Api, options: argparse.Namespace) -> Record:
     return record
 
 
-def _print(name: str, status: dict[str, Any], events: Sequence[TimedEvent], record: Record) -> None:
+def _print(
+    name: str,
+    status: dict[str, Any],
+    events: Sequence[TimedEvent],
+    record: Record,
+    history: str,
+) -> None:
     remembered = lines_about(record, nodes_in(status), time.time())
-    print(story_of(name, status, events, tuple(remembered)))
+    print(story_of(name, status, events, tuple(remembered), history))

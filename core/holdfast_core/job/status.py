@@ -133,6 +133,12 @@ class RecoveryStatus(_Part, frozen=True, kw_only=True):
     advice: (
         Annotated[str, Meta(description="what to do about the cause, where that is known")] | None
     ) = None
+    left_nodes: (
+        Annotated[
+            tuple[str, ...], Meta(description="nodes that members have left with it, at most 16")
+        ]
+        | None
+    ) = None
 
 
 class TokenLossStatus(_Part, frozen=True, kw_only=True):
@@ -293,6 +299,56 @@ class HangDetectionStatus(_Part, frozen=True, kw_only=True):
         | None
     ) = None
     text: Annotated[str, Meta(description="all of this in words")] | None = None
+
+
+class HungRankStatus(_Part, frozen=True, kw_only=True):
+    """A rank of a job that hung, and where it was."""
+
+    rank: Annotated[int, Meta(description="the number of the rank")]
+    member: Annotated[int, Meta(description="the index of its member")] | None = None
+    node: Annotated[str, Meta(description="the node of that member")] | None = None
+    calls: (
+        Annotated[
+            tuple[str, ...],
+            Meta(
+                description="the calls in which its main thread was, the innermost first, at most "
+                "8; whole stacks: `holdfast history --stacks`"
+            ),
+        ]
+        | None
+    ) = None
+
+
+class HangStatus(_Part, frozen=True, kw_only=True):
+    """The newest hang whose processes were inspected."""
+
+    text: Annotated[str, Meta(description="who held up the others, and how")]
+    kind: (
+        Annotated[
+            str,
+            Meta(
+                description="what held them up, in one word, as in the metric "
+                "`holdfast_operator_hangs_total`",
+                examples=["DataLoader"],
+            ),
+        ]
+        | None
+    ) = None
+    epoch: Annotated[int, Meta(description="the epoch in which the job hung")] | None = None
+    detected_at: Annotated[_Time, Meta(description="when the inspection was over")] | None = None
+    ranks: (
+        Annotated[
+            tuple[HungRankStatus, ...],
+            Meta(
+                extra={
+                    "title": "The first 4 ranks that held up the others, or one rank for each "
+                    "place where ranks waited if none stood out."
+                },
+                extra_json_schema={"x-kubernetes-list-type": "atomic"},
+            ),
+        ]
+        | None
+    ) = None
 
 
 class FailureStatus(_Part, frozen=True, kw_only=True):
@@ -460,6 +516,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
         | None
     ) = None
     last_failure: FailureStatus | None = None
+    last_hang: HangStatus | None = None
     last_corruption: CorruptionStatus | None = None
     corruption_count: (
         Annotated[int, Meta(description="how often replicas have diverged, if they ever have")]

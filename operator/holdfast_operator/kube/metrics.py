@@ -18,6 +18,7 @@ from holdfast_core.metric_definitions import JOB_LABELS, Definition, MetricType
 from holdfast_core.node_failures import FailureKind
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.culprits import HangKind
 
 PREFIX = "holdfast_operator_"
 
@@ -105,6 +106,7 @@ DEFINITIONS: tuple[Definition, ...] = (
         _SLOW_S,
     ),
     _counter("node_failures", "Failures that count against a node.", kind=FailureKind),
+    _counter("hangs", "Hangs whose processes were inspected.", kind=HangKind),
     _counter("nodes_avoided", "Choices in which nodes were avoided because they had failed."),
     _gauge("nodes_failed", "Nodes that have failed lately, and are avoided."),
     _counter("jobs_ended", "Jobs that ended.", outcome=Outcome),

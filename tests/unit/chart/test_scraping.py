@@ -28,6 +28,7 @@ APPEAR_LATER = {
     "holdfast_operator_recoveries_total",
     "holdfast_operator_recoveries_finished_total",
     "holdfast_operator_node_failures_total",
+    "holdfast_operator_hangs_total",
 }
 """Series whose labels cannot be listed beforehand, and those of tables, which list what has
 occurred."""

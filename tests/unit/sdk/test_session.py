@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._activity import ACTIVITY, activity_file, activity_in
 from holdfast._copying.engine import CopyEngine
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import (
@@ -20,6 +22,7 @@ from holdfast_core.errors import (
     StorageError,
 )
 from holdfast_core.exit_codes import PROCESS_ENDS
+from holdfast_core.inspections import SessionActivity
 from holdfast_core.snapshots.generations import Generation
 
 Same = Callable[[dict[str, Any], dict[str, Any]], None]
@@ -32,6 +35,15 @@ def error_of(handle: holdfast.SaveHandle) -> HoldfastError:
     wait([handle.committed], WAIT_S)
     assert handle.error is not None
     return handle.error
+
+
+def noted_here() -> SessionActivity:
+    """What a launcher would read of this process."""
+    file = activity_file(os.getpid())
+    assert file is not None
+    found = activity_in(file.read_bytes())
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -160,9 +172,12 @@ def test_the_optimizer_waits_for_the_copy_but_not_for_the_daemon(
     trainer.train()
     session.prepare()
     gate = daemon.hold("grant")
+    ACTIVITY.keep()
     handle = session.save(1)
     trainer.train()
     assert "grant a slot" in str(error_of(handle))
+    noted = noted_here()
+    assert (noted.step, noted.training, noted.saving) == (1, "", "waits for a slot of the daemon")
     assert "in progress" in str(error_of(session.save(2)))
     gate.set()
     session.prepare()  # returns once the worker is free
@@ -171,6 +186,8 @@ def test_the_optimizer_waits_for_the_copy_but_not_for_the_daemon(
         session.wait_staged()
     assert session.counters.skipped >= 2
     assert session.counters.failed == 0
+    session.close()
+    assert noted_here().saving == ""
 
 
 def test_a_state_that_grows_gets_a_new_arena_and_loses_nothing(

@@ -19,26 +19,41 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from holdfast._activity import FILE_BYTES, activity_file, activity_in
+from holdfast._flight_recorder import QUESTION, answer_file, question_file
 from holdfast._launch.process_tree import all_children, family_of, state_of
 from holdfast._stacks import STACK_SIGNAL
-from holdfast_core.inspections import FRAMES_MAX, STOPPED, Frame, InspectedProcess
+from holdfast_core.inspections import (
+    FRAMES_MAX,
+    GROUPS_MAX,
+    STOPPED,
+    Frame,
+    GroupCollectives,
+    InspectedProcess,
+    SessionActivity,
+)
 
 STACK_S = 1.5
-"""Time that a worker has to write its stack."""
+"""Time that a worker has to write its stack, and its collectives."""
 QUIET_S = 0.05
 """Time without a further line after which a stack is complete."""
 ASK_AGAIN_S = 0.01
 STACK_BYTES_MAX = 65_536
 """Bytes that are read of a stack."""
+COLLECTIVES_BYTES_MAX = 65_536
+"""Bytes of an answer about collectives; a longer one is dropped."""
 FAMILY_MAX = 64
 """Processes below a worker that are looked at."""
 
-_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_FRAME = re.compile(r'^  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$')
 _ON_FILES = {
     "x86_64": {0: "read", 1: "write", 17: "pread", 18: "pwrite", 19: "readv", 74: "fsync"},
     "aarch64": {63: "read", 64: "write", 67: "pread", 68: "pwrite", 65: "readv", 82: "fsync"},
 }
 """System calls whose first argument is a descriptor, by machine and number."""
+_COLLECTIVES = msgspec.json.Decoder(tuple[GroupCollectives, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +89,7 @@ def inspect_workers(
         for lane, family in families.items()
     }
     # Ask all of them at the same time, except those that are stopped: they would answer later.
+    files = {lane: _ask_for_collectives(family, directory) for lane, family in families.items()}
     asked: dict[int, _Question] = {}
     for lane, pid in processes.items():
         if directory is not None and state_of(pid) not in STOPPED and _offers(pid, directory):
@@ -81,7 +97,7 @@ def inspect_workers(
                 question = _Question(directory / str(pid), (directory / str(pid)).stat().st_size)
                 os.kill(pid, STACK_SIGNAL)
                 asked[lane] = question
-    stacks = _await_answers(asked)
+    stacks = _await_answers(asked, [file for file in files.values() if file is not None])
     found: dict[int, InspectedProcess] = {}
     for lane, pid in processes.items():
         frames = _frames_in(stacks.get(lane, b""))
@@ -94,19 +110,72 @@ def inspect_workers(
             helper=_helper([each for each in families[lane] if each != pid]),
             frames=frames,
             no_stack="" if frames else why,
+            collectives=_collectives_in(files[lane]),
+            session=_session_of(families[lane]),
         )
     return found
 
 
-def _await_answers(asked: Mapping[int, _Question]) -> dict[int, bytes]:
-    """What each process has written when all stacks are complete, or the time is over."""
+def _ask_for_collectives(family: Collection[int], directory: Path | None) -> Path | None:
+    """Ask the first of these processes that offers its collectives for them. Returns the file that
+    will have its answer; None if no process was asked."""
+    for pid in family:
+        if directory is None or state_of(pid) in STOPPED:
+            continue
+        answer = answer_file(directory, pid)
+        with suppress(OSError):
+            pipe = os.open(question_file(directory, pid), os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                answer.unlink(missing_ok=True)
+                os.write(pipe, QUESTION)
+                return answer
+            finally:
+                os.close(pipe)
+    return None
+
+
+def _collectives_in(answer: Path | None) -> tuple[GroupCollectives, ...]:
+    """The collectives that a process has written; none if it gave no answer, or a malformed one."""
+    with suppress(OSError, msgspec.MsgspecError):
+        if answer is not None:
+            return _COLLECTIVES.decode(_read(answer, COLLECTIVES_BYTES_MAX))[:GROUPS_MAX]
+    return ()
+
+
+def _session_of(family: Collection[int]) -> SessionActivity | None:
+    """What the session of the first of these processes that keeps notes was doing; None if none of
+    them does."""
+    for pid in family:
+        with suppress(OSError):
+            if (file := activity_file(pid)) is not None:
+                return activity_in(_read(file, FILE_BYTES + 1))
+    return None
+
+
+def _read(file: Path, bytes_max: int) -> bytes:
+    """The beginning of a file of a worker, which may have put anything in its place, such as a
+    pipe. Raises OSError."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return os.read(descriptor, bytes_max)
+    finally:
+        os.close(descriptor)
+
+
+def _await_answers(asked: Mapping[int, _Question], files: Collection[Path]) -> dict[int, bytes]:
+    """What each process has written when all stacks are complete and all files are there, or the
+    time is over."""
     began_s = changed_s = time.monotonic()
     answers = dict.fromkeys(asked, b"")
     while (now_s := time.monotonic()) < began_s + STACK_S:
         latest = {lane: question.answer() for lane, question in asked.items()}
         if latest != answers:
             answers, changed_s = latest, now_s
-        elif all(answers.values()) and now_s >= changed_s + QUIET_S:
+        elif (
+            all(answers.values())
+            and all(file.exists() for file in files)
+            and now_s >= changed_s + QUIET_S
+        ):
             break
         time.sleep(ASK_AGAIN_S)
     return answers

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from holdfast._activity import ACTIVITY
 from holdfast._agree.exchange import Exchange
 from holdfast._agree.mirroring import NOTHING_MIRRORED, Mirrored, mirrored_by
 from holdfast._agree.plan import BasePlan, layout_of, own_shards, same_places, table_of
@@ -185,6 +186,7 @@ class SavePipeline:
             # Agree: all ranks settle, once per session, which rank captures which shards.
             # Count the tokens of this step before the strategy chooses experts by them, and also if
             # this save fails: no later task has them.
+            ACTIVITY.save_by("agrees with the other ranks")
             try:
                 plan = self._agree(task, tensors)
             finally:
@@ -193,6 +195,7 @@ class SavePipeline:
             if task.sources is None and tensors.unchanged is not None:
                 tensors.unchanged.check_forms()
             # Open: make sure that the daemon has an arena with the layout of these tensors.
+            ACTIVITY.save_by("waits for a session with the daemon")
             self._open(task, tensors, plan)
             if not task.copies:
                 assert self._link.layout is not None
@@ -201,14 +204,19 @@ class SavePipeline:
                 return
             # Grant: choose what to capture and get a slot. From here on training may not change
             # the tensors.
+            ACTIVITY.save_by("waits for a slot of the daemon")
             granted = self._grant(task)
             # Copy the bytes into the slot, and then let training change the tensors.
+            ACTIVITY.save_by("copies")
             record = self._copy(task, tensors, granted)
             # Commit: the daemon seals the snapshot, unless it is a window with saves to come.
+            ACTIVITY.save_by("waits for the daemon to seal it")
             self._commit(granted, record)
         except BaseException as error:
             self.drop(f"{type(error).__name__}: {error}")
             raise
+        finally:
+            ACTIVITY.save_by("")
 
     # --- agree ------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 
+from holdfast._activity import ACTIVITY
 from holdfast._agree.exchange import Exchange
 from holdfast._agree.replica_check import ReplicaCheck
 from holdfast._capture.partial_state import PartialState
@@ -147,9 +148,10 @@ class Saver:
         # The previous task must be hashed before the worker can begin this one. There is no limit
         # for that, nor for the copying itself; only the start of this task has one.
         task.waiting_fence = self._device.fence()
-        if self._before is not None:
-            self._before.hashed.wait()
-        in_time = task.wait(self._settings.start_wait_s)
+        with ACTIVITY.training_in("wait_staged"):
+            if self._before is not None:
+                self._before.hashed.wait()
+            in_time = task.wait(self._settings.start_wait_s)
         self.strategy.on_stalled(time.monotonic() - began_s)
         if not in_time:
             what = "open the session" if not self._link.is_open else "grant a slot"

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import msgspec
 import torch
 
+from holdfast._activity import ACTIVITY
 from holdfast._agree.exchange import Exchange
 from holdfast._agree.interval import DueSaves
 from holdfast._agree.replica_check import ReplicaCheck
@@ -190,8 +191,9 @@ class ProtectedSession(WorldSession):
                 f"the first save; to return to the newest protected step, end the process and let "
                 f"the job start it again"
             )
-        self._saver.wait_staged()
-        return self._resume(self._restore.run(no_replay), "restore()")
+        with ACTIVITY.training_in("restore"):
+            self._saver.wait_staged()
+            return self._resume(self._restore.run(no_replay), "restore()")
 
     def on_step_checked(self, found: Divergence, spoils: str) -> None:
         self._saver.finding = found
@@ -283,6 +285,7 @@ class ProtectedSession(WorldSession):
             self._routers.warn_of_capacity()
         self._began = began
         OF_PROCESS.on_restored(outcome.step)
+        ACTIVITY.begin_world(outcome.epoch, self._restore.topology.world_size, outcome.step or 0)
         if WATCH.recorder is not None:
             WATCH.recorder.on_restored(self._watched, outcome.step)
         if self._replay is not None and not self._held:
@@ -314,7 +317,9 @@ class ProtectedSession(WorldSession):
         handle, began_s = SaveHandle(self._last_step or 0), time.monotonic()
         try:
             handle = SaveHandle(completed_steps(step))
-            self._save(handle)
+            ACTIVITY.complete(handle.step)
+            with ACTIVITY.training_in("save"):
+                self._save(handle)
         except HoldfastError as error:
             self._saver.refuse(handle, error)
         except Exception as error:

@@ -296,7 +296,7 @@ class JobLoop:
         story = self._recovery_log.follow(job, before, observed, decision, wall)
         if story is not None:
             world.recorder.post(self._resource, story)
-        self._note_failures(job, decision, wall)
+        self._note_failures(job, before, decision, wall)
         self._report_refused_pods(decision)
 
         # Remember, before anything is done: an operator that starts again needs the status.
@@ -327,11 +327,17 @@ class JobLoop:
         due_at = self._writer.due_at
         return pause if due_at is None else min(pause, max(0.0, due_at - now))
 
-    def _note_failures(self, job: MoETrainingJob, decision: Decision, wall: float) -> None:
-        """Count what has failed on which node, and what was avoided, and have it remembered."""
+    def _note_failures(
+        self, job: MoETrainingJob, before: ControlState, decision: Decision, wall: float
+    ) -> None:
+        """Count what has failed on which node, what has hung, and what was avoided, and have it
+        remembered."""
         metrics, record = self._world.metrics, self._world.node_record
         for failure in decision.blamed:
             metrics.add("node_failures", kind=failure.kind.value)
+        hang = decision.state.hang
+        if hang is not None and decision.state.hung_at != before.hung_at:
+            metrics.add("hangs", kind=str(hang.kind))
         avoided = [event for event in decision.events if event.reason == EventReason.NODE_AVOIDED]
         metrics.add("nodes_avoided", len(avoided))
         if record is not None and decision.blamed:

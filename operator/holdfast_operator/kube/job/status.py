@@ -10,15 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import structs
 
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import JobLoss
+from holdfast_core.job.hang_story import hang_from
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import (
     CorruptionStatus,
     ExpertsStatus,
     FailureStatus,
     HangDetectionStatus,
+    HangStatus,
     JobCondition,
     JobStatus,
     MemberStatus,
@@ -105,9 +108,7 @@ def status_of(
     phase = phase_of(decision.conditions)
     ready, nodes_ready = _at_work(observed, membership)
     step = newest_step(observed, membership) if membership is not None else 0
-    protected = newest_protected(observed)
-    if protected is None and state.outcome is not None and previous.get("protected"):
-        protected = Generation.parse(previous["protected"])  # its memory was freed
+    protected = _protected(observed, state, previous)
     generation = job.metadata.generation
     started = previous.get("startedAt") or (clocks.text(now) if membership is not None else None)
     slow = _slow_ranks(observed, state) if phase is Phase.RUNNING else ()
@@ -151,6 +152,7 @@ def status_of(
             protection_traffic=_traffic(traffic_of(observed, membership)),
             slots=fewest_slots(observed, membership) or None,
             counters=to_document(state, now=clocks.now, wall=clocks.wall),
+            last_hang=_hang(state, previous, clocks),
         )
     )
 
@@ -235,6 +237,7 @@ def recoveries_of(status: Object) -> list[Recovery]:
                 sources=((0, source),) if source else (),
                 replay=each.get("replay", ""),
                 advice=each.get("advice", ""),
+                left_nodes=tuple(each.get("leftNodes") or ()),
                 advanced_at=None if seconds is None else at + seconds,
             )
         )
@@ -320,6 +323,20 @@ def _joining(
 
 def _time(clocks: ClockPair, at: float | None) -> str | None:
     return None if at is None else clocks.text(at)
+
+
+def _protected(observed: ClusterView, state: ControlState, previous: Object) -> Generation | None:
+    """The newest protected generation, also once the memory of a job that ended was freed."""
+    found = newest_protected(observed)
+    if found is None and state.outcome is not None and previous.get("protected"):
+        return Generation.parse(previous["protected"])
+    return found
+
+
+def _hang(state: ControlState, previous: Object, clocks: ClockPair) -> HangStatus | None:
+    if state.hang is None:  # An earlier control loop may have seen one.
+        return hang_from(previous.get("lastHang"))
+    return structs.replace(state.hang, detected_at=clocks.text(state.hung_at))
 
 
 def _failure(failure: TrainerFailure) -> FailureStatus:

@@ -11,17 +11,21 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from holdfast_core.job.hang_story import stacks_in_words
 from holdfast_core.job.parsing import On
+from holdfast_core.last_lines import within_bytes
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.observe.evidence import Cause
 from holdfast_operator.reconciler.observe.inspections import (
     asked_in,
     diagnosis_of,
+    hang_status,
     members_answered,
     reported,
 )
 from holdfast_operator.reconciler.observe.lookups import ranks_in
 from holdfast_operator.reconciler.observe.views import (
+    EVENT_BYTES_MAX,
     AskedInspection,
     ControlState,
     EventReason,
@@ -64,8 +68,13 @@ def inspect_hang(
     over = replace(result.state, inspection=replace(asked, over=True))
     diagnosis = diagnosis_of(observation.cluster, membership, over)
     assert diagnosis is not None
-    text = f"the job hangs in epoch {membership.epoch}: {diagnosis.text}"
-    return replace(result, state=over).post(EventReason.HANG_INSPECTED, text, warning=True)
+    hang = hang_status(observation.cluster, membership, asked, diagnosis)
+    over = replace(over, hang=hang, hung_at=observation.now)
+    calls = "".join(f". Innermost calls of {each}" for each in stacks_in_words(hang))
+    text = f"the job hangs in epoch {membership.epoch}: {diagnosis.text}{calls}"
+    return replace(result, state=over).post(
+        EventReason.HANG_INSPECTED, within_bytes(text, EVENT_BYTES_MAX), warning=True
+    )
 
 
 def note_passed_hang(

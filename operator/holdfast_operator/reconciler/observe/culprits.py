@@ -15,9 +15,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 from holdfast_core.inspections import STOPPED, UNINTERRUPTIBLE, Frame, InspectedProcess
+from holdfast_operator.reconciler.observe.collective_waits import (
+    CollectiveWaits,
+    Wait,
+    collective_waits,
+)
 from holdfast_operator.reconciler.observe.text import ranks_in_words
 
 TEXT_CHARACTERS_MAX = 600
@@ -40,6 +45,30 @@ _PACKAGES = re.compile(r"/(site|dist)-packages/")
 _STANDARD = re.compile(r"/lib(64)?/python[\d.]+t?/|^<frozen ")
 
 
+class HangKind(StrEnum):
+    """What held up a job that hung, in one word."""
+
+    STOPPED = "Stopped"
+    """A process that a signal or a debugger has stopped."""
+    KERNEL = "Kernel"
+    """A process that the kernel does not let go: for storage or a driver."""
+    ENDED = "Ended"
+    """A rank whose script has ended while others waited."""
+    DATA_LOADER = "DataLoader"
+    CODE = "Code"
+    """Code of the script, or of a library, while others waited."""
+    MISSING = "Missing"
+    """A rank that had not entered a collective in which others waited."""
+    ELSEWHERE = "Elsewhere"
+    """A rank that waited in another place than most."""
+    DEADLOCK = "Deadlock"
+    """Ranks that waited for each other."""
+    HARDWARE = "Hardware"
+    """A fault of hardware that the kernel has reported."""
+    UNKNOWN = "Unknown"
+    """No culprit stood out."""
+
+
 class _Kind(IntEnum):
     """Kind of the place where a rank is."""
 
@@ -50,9 +79,29 @@ class _Kind(IntEnum):
     CODE = 4
     WAITING = 5
     """In a collective, or in another wait for the other ranks."""
-    NO_STACK = 6
-    FAULTY = 7
+    BACKWARD = 6
+    """In the backward pass, which may wait for the other ranks, or for the device."""
+    NO_STACK = 7
+    ABSENT = 8
+    """Not in the collective in which others wait, as torch has recorded."""
+    FAULTY = 9
     """On a node whose kernel has reported a fault of the rank's GPUs."""
+
+
+_WAITS = (_Kind.WAITING, _Kind.BACKWARD)
+
+
+_KINDS = {
+    _Kind.STOPPED: HangKind.STOPPED,
+    _Kind.UNINTERRUPTIBLE: HangKind.KERNEL,
+    _Kind.ENDED: HangKind.ENDED,
+    _Kind.LOADER: HangKind.DATA_LOADER,
+    _Kind.CODE: HangKind.CODE,
+    _Kind.WAITING: HangKind.ELSEWHERE,
+    _Kind.BACKWARD: HangKind.ELSEWHERE,
+    _Kind.ABSENT: HangKind.MISSING,
+    _Kind.FAULTY: HangKind.HARDWARE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +133,15 @@ class Diagnosis:
     """Who holds up the others and how, or that nobody does, in words of bounded length."""
     culprits: frozenset[int]
     """Ranks that hold up the others; empty where none stands out."""
-    hardware_fault: bool = False
-    """Whether they do because of a fault of hardware that the kernel has reported."""
+    kind: HangKind
+    examples: tuple[int, ...] = ()
+    """Ranks that show why the job hangs: the culprits, or one rank at each place if none stands
+    out."""
+
+    @property
+    def hardware_fault(self) -> bool:
+        """Whether they do because of a fault of hardware that the kernel has reported."""
+        return self.kind is HangKind.HARDWARE
 
 
 def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | None]) -> Diagnosis:
@@ -97,13 +153,18 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
             more. Ranks of other launchers are missing.
     """
     silent = sorted(set(ranks) - answers.keys())
+    waits = collective_waits(ranks, answers)
     groups = _grouped(answers, _place_of)
     told = _told(groups)
-    culprits = _outliers(told)
-    faulty = not culprits and any(
-        each is not None and each.hardware_fault for each in answers.values()
-    )
-    if faulty:  # With NCCL, all ranks wait in one place.
+    culprits = _held_up(told, waits.on_devices)
+    if not culprits and (absent := _absent(waits, answers)):
+        groups = _grouped(answers, lambda each: _place_or_absence(each, absent))
+        told = _told(groups)
+        culprits = {place: found for place, found in told.items() if place.kind is _Kind.ABSENT}
+    elif not culprits:
+        culprits = _minority(told)
+    faults = (each.hardware_fault for each in answers.values() if each is not None)
+    if not culprits and any(faults):  # With NCCL, all ranks wait in one place.
         groups = _grouped(answers, _place_or_fault)
         told = _told(groups)
         culprits = {place: found for place, found in told.items() if place.kind is _Kind.FAULTY}
@@ -119,11 +180,18 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
         parts.append(f"no culprit stands out: {others} {_verb(found)} {place.text}")
     elif told:
         parts += _named(told, told)
-        if all(place.kind is _Kind.WAITING for place in told):
+    kind = _KINDS[next(iter(culprits)).kind] if culprits else HangKind.UNKNOWN
+    stuck = culprits and all(place.kind not in _WAITS for place in culprits)
+    if told and not stuck:
+        if in_words := waits.in_words:
+            parts.append(in_words)
+            kind = HangKind.DEADLOCK if waits.circle and not culprits else kind
+        elif not culprits and len(told) > 1 and all(place.kind in _WAITS for place in told):
             parts.append(
                 "they wait for each other, as when two groups are used in opposite order or a "
                 "branch differs"
             )
+            kind = HangKind.DEADLOCK
     for place, found in groups.items():
         if place.proves_nothing:
             parts.append(f"{ranks_in_words(found)} {_verb(found)} {place.text}")
@@ -133,7 +201,8 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
     if len(text) > TEXT_CHARACTERS_MAX:
         text = f"{text[: TEXT_CHARACTERS_MAX - 1]}…"
     blamed = frozenset(rank for found in culprits.values() for rank in found)
-    return Diagnosis(text=text, culprits=blamed, hardware_fault=faulty)
+    firsts = sorted(blamed) or [found[0] for found in told.values()]
+    return Diagnosis(text=text, culprits=blamed, kind=kind, examples=tuple(firsts))
 
 
 def _told(groups: Mapping[_Place, list[int]]) -> dict[_Place, list[int]]:
@@ -152,25 +221,48 @@ def _grouped(
     return dict(sorted(groups.items(), key=lambda each: (each[0].kind, each[1][0])))
 
 
-def _outliers(groups: Mapping[_Place, Sequence[int]]) -> dict[_Place, Sequence[int]]:
-    """The places that explain the hang: processes that cannot get on, or else those that are not
-    where the others wait, or else those that are not where most are. Where nobody waits for ranks
-    that have ended, the job waits for the other ranks."""
+def _held_up(
+    groups: Mapping[_Place, Sequence[int]], on_devices: Collection[int]
+) -> dict[_Place, Sequence[int]]:
+    """The places that explain the hang by themselves: processes that cannot get on, or else those
+    that are not where the others wait. Where nobody waits for ranks that have ended, the job waits
+    for the other ranks.
+
+    Args:
+        on_devices: ranks that wait for others, although their main threads do not.
+    """
 
     def of(*kinds: _Kind) -> dict[_Place, Sequence[int]]:
         return {place: found for place, found in groups.items() if place.kind in kinds}
 
     if stuck := of(_Kind.STOPPED, _Kind.UNINTERRUPTIBLE):
         return stuck
-    ended, away, waiting = of(_Kind.ENDED), of(_Kind.LOADER, _Kind.CODE), of(_Kind.WAITING)
+    ended, away, waiting = of(_Kind.ENDED), of(_Kind.LOADER, _Kind.CODE), of(*_WAITS)
+    away = {place: found for place, found in away.items() if not set(found) <= set(on_devices)}
     if ended and (waiting or away):
         return ended if waiting else away
-    if away and waiting:
-        return away
+    return away if waiting else {}
+
+
+def _minority(groups: Mapping[_Place, Sequence[int]]) -> dict[_Place, Sequence[int]]:
+    """The places that are not where most are; none if most are nowhere."""
     largest = max(map(len, groups.values()), default=0)
     if len(groups) > 1 and 2 * largest > sum(map(len, groups.values())):
         return {place: found for place, found in groups.items() if len(found) < largest}
     return {}
+
+
+def _absent(
+    waits: CollectiveWaits, answers: Mapping[int, InspectedProcess | None]
+) -> dict[int, Wait]:
+    """The few ranks that others wait for in a collective, and that wait for nobody, as far as their
+    stacks show: a message between two ranks, or a vote, may not have been recorded."""
+    found = {
+        rank: wait
+        for rank, wait in waits.absent.items()
+        if _place_of(answers[rank]).kind is not _Kind.WAITING
+    }
+    return found if 2 * len(found) <= len(answers) else {}
 
 
 def _named(
@@ -229,9 +321,17 @@ def _place_of(process: InspectedProcess | None) -> _Place:
         why = process.no_stack or "none was found"
         return _Place(_Kind.NO_STACK, f"without a stack ({why})")
     place = _place_in(process.frames)
-    if place.kind is _Kind.WAITING:
+    session = process.session.in_words if process.session is not None else ""
+    seen = (process.call, process.helper) if place.kind not in _WAITS else ()
+    return replace(place, details=", ".join(filter(None, (*seen, session))))
+
+
+def _place_or_absence(process: InspectedProcess | None, absent: Mapping[int, Wait]) -> _Place:
+    place = _place_of(process)
+    if process is None or process.rank not in absent:
         return place
-    return replace(place, details=", ".join(filter(None, (process.call, process.helper))))
+    where = "" if place.proves_nothing else f", but {place.text}"
+    return _Place(_Kind.ABSENT, f"missing from {absent[process.rank].name}{where}", place.callers)
 
 
 def _place_or_fault(process: InspectedProcess | None) -> _Place:
@@ -255,7 +355,7 @@ def _place_in(frames: Sequence[Frame]) -> _Place:
             what = f"waiting in {frame.function} of Holdfast{at}"
             return _Place(_Kind.WAITING, what, callers)
         if _BACKWARD.search(frame.file):
-            return _Place(_Kind.WAITING, f"waiting in the backward pass{at}", callers)
+            return _Place(_Kind.BACKWARD, f"waiting in the backward pass{at}", callers)
         if _TORCH_LOADER.search(frame.file):
             break
     inner = callers[0] if callers else frames[0]

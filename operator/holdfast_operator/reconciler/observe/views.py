@@ -22,7 +22,7 @@ from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.hang_limits import StepPauses
 from holdfast_core.inspections import InspectedProcess
-from holdfast_core.job.status import ConditionStatus
+from holdfast_core.job.status import ConditionStatus, HangStatus
 from holdfast_core.links import LinkWatch, MeasuredLinks
 from holdfast_core.node_failures import CLEAN, FailureKind, NodeFailure, Rating, mark_of
 from holdfast_core.snapshots.generations import Generation, Line
@@ -551,6 +551,10 @@ class ControlState(Counters):
     """Missing members for whose agents there is no room, and since when."""
     inspection: AskedInspection | None = None
     """Newest inspection; None since training was last seen to get on."""
+    hang: HangStatus | None = None
+    """Newest hang that was inspected; the job's status keeps it for a new control loop."""
+    hung_at: float = NEVER
+    """When that inspection was over."""
     straggling: StragglerWatch = field(default_factory=StragglerWatch)
     """What is known of slow ranks in this epoch. Evidence: a new control loop begins anew."""
     links: LinkWatch = field(default_factory=LinkWatch)

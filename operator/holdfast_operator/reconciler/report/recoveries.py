@@ -52,6 +52,8 @@ class Recovery:
     """Each rank, and the source of its state."""
     replay: str = ""
     """Which ranks recovered alone, or why none did; empty where none were to."""
+    left_nodes: tuple[str, ...] = ()
+    """Nodes that members have left with it."""
     advice: str = ""
     """What to do about the cause, in a sentence; empty where nothing is known."""
     advanced_at: float | None = None
@@ -76,9 +78,12 @@ class Recovery:
             source=None if resumed_at is None else self.source,
             replay=self.replay or None,
             advice=self.advice or None,
+            left_nodes=self.left_nodes[:NODES_SHOWN] or None,
         )
 
 
+NODES_SHOWN = 16
+"""Nodes that one recovery names."""
 RECOVERIES_MAX = 1000
 """Recoveries that are remembered, and shown in the status; older ones are dropped."""
 
@@ -91,6 +96,8 @@ class Recoveries:
         self.all: list[Recovery] = []
         self._step = 0
         self._count: int | None = None
+        self._nodes: frozenset[str] = frozenset()
+        """Nodes of the members in the previous turn."""
 
     def follow(self, observed: ClusterView, decision: Decision, time: float) -> Event | None:
         """Add one turn of the reconciler. Returns the story of a recovery that is over with it, as
@@ -101,6 +108,8 @@ class Recoveries:
         self._count = state.recoveries
         if membership is None:
             return None
+        nodes = frozenset(member.node for member in membership.members)
+        left, self._nodes = self._nodes - nodes, nodes
         if began and state.outcome is None:
             if self.all and self.all[-1].resumed_at is None:  # cut off: its loss is this one's
                 self._step = max(self._step, self.all[-1].step_before)
@@ -112,6 +121,7 @@ class Recoveries:
                     decided_at=time,
                     step_before=self._step,
                     advice=advice_for(decision.blamed, state, membership.epoch - 1),
+                    left_nodes=tuple(sorted(left)),
                 )
             )
             del self.all[:-RECOVERIES_MAX]

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 from rich.console import Console
 
-from holdfast_cli.commands.history import as_json, history_view
+from holdfast_cli.commands.history import as_json, history_view, stacks_in
 from holdfast_cli.commands.history_plot import draw_history
 from holdfast_cli.commands.recorded_recoveries import history_of
 from holdfast_core.catalogue.records import EventView
@@ -53,3 +53,15 @@ def test_the_picture_has_a_bar_for_each_stage_that_took_time() -> None:
     ]
     assert widths == [2.0, 0.5, 0.5, 2.0, 0.5, 0.5]
     assert np.asarray(over_time.lines[0].get_ydata()).tolist() == [0, 1, 2]
+
+
+def test_the_stacks_of_an_inspection_have_a_line_for_each_rank() -> None:
+    inspected = {"event": "inspected", "epoch": 2, "time": 1500.0, "rank": 3}
+    seen = [
+        EventView(id="1", event={"event": "epoch_began", "epoch": 2, "time": 1.0}),
+        EventView(id="2", event={**inspected, "detail": "state S; load (data.py:3)"}),
+        EventView(id="3", event={"event": "inspected"}),
+    ]
+    first, second = stacks_in(seen)
+    assert first.endswith("  epoch 2  rank 3  state S; load (data.py:3)")
+    assert second.startswith("at a time unknown")

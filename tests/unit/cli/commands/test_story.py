@@ -165,3 +165,12 @@ def test_what_nodes_are_remembered_for_is_told_before_what_to_do() -> None:
     assert told.index("n1: node lost") < told.index("What wants attention")
     assert all(len(each) <= WIDTH for each in told.splitlines())
     assert nodes_in(RUNNING) == ["n1"] and nodes_in({}) == []
+    left = {**RUNNING, "lastRecoveries": [CRASH, {**NODE, "leftNodes": ["n2", "n1"]}]}
+    assert nodes_in(left) == ["n1", "n2"]
+
+
+def test_a_hang_of_another_version_is_told_as_far_as_it_is_known() -> None:
+    told = story_of(
+        "llm", {"lastHang": {"text": "all wait", "ranks": [{"calls": ["f (a.py:1)"]}]}}, ()
+    )
+    assert "The last hang: all wait." in told and "  rank 0 on ?: f (a.py:1)" in told

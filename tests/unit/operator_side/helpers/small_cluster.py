@@ -136,6 +136,10 @@ class Daemon:
         """Jobs whose ranks run here, and jobs whose rank was lost in the current epoch."""
         self.refused: dict[str, str] = {}
         """Job → why the saves of its rank are refused, so that it has no session."""
+        self.stopped: set[str] = set()
+        """Jobs whose rank here is stopped in the current epoch, so that all of them hang."""
+        self._inspected: dict[str, int] = {}
+        """Job → number of its newest inspection."""
         self.protected: dict[str, Generation] = {}
         """Job → its newest protected generation: the recovery line of the epochs after it."""
         self._beats: asyncio.Queue[control_pb2.Heartbeat] = asyncio.Queue()
@@ -163,9 +167,15 @@ class Daemon:
             has_member = membership.member_on(self.node) is not None
             if has_member and job in self.at_work | self.lost:
                 lost = job in self.lost
+                rank = self._rank(membership)
+                if job in self._inspected:
+                    state.inspection.number = self._inspected[job]
+                    state.inspection.answered = True
+                    state.inspection.processes.add(rank=rank, state="T")
                 state.problem = self.refused.get(job, "")
                 state.ranks.add(
-                    rank=self._rank(membership),
+                    rank=rank,
+                    idle_s=1e6 if job in self.stopped else 0.0,
                     state="OFFLINE" if lost or job in self.refused else "HEALTHY",
                     step=1,
                     lost=lost,
@@ -199,6 +209,8 @@ class Daemon:
                 whole = changed(base, message.change)
                 assert whole is not None
                 self._adopt(whole)
+            elif message.HasField("inspect"):
+                self._inspected[message.inspect.job] = message.inspect.number
             elif message.HasField("drop"):
                 self.memberships.pop(message.drop.job, None)
                 self.at_work.discard(message.drop.job)
@@ -208,6 +220,8 @@ class Daemon:
         membership = codec.membership_from_proto(message)
         self.memberships[message.job] = membership
         self.lost.discard(message.job)
+        self.stopped.discard(message.job)
+        self._inspected.pop(message.job, None)
         if membership.member_on(self.node) is None:
             self.at_work.discard(message.job)
 

@@ -589,3 +589,21 @@ def test_a_lost_rank_counts_against_its_node_which_the_next_job_avoids() -> None
         assert "holdfast_operator_nodes_avoided_total 1.0" in metrics
 
     on_a_cluster(test, nodes=3)
+
+
+def test_a_hang_is_counted_once_by_what_held_the_job_up() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        job = two_members(failurePolicy={"detection": {**CALM["detection"], "hangSeconds": 600}})
+        cluster.apply(job)
+        await cluster.runs(job)
+        for daemon in cluster.daemons.values():
+            daemon.stopped.add(KEY)
+        cluster.pass_time(0.0)
+        await cluster.until(lambda: cluster.job(job)["status"]["epoch"] == 2)
+        assert cluster.job(job)["status"]["lastHang"]["kind"] == "Stopped"
+        await cluster.until_reported(lambda: "HangInspected" in reasons(cluster))
+        await cluster.look_again(KEY)
+        metrics = generate_latest(cluster.metrics.registry).decode()
+        assert 'holdfast_operator_hangs_total{kind="Stopped"} 1.0' in metrics
+
+    on_a_cluster(test)

@@ -11,7 +11,7 @@ import pytest
 from fake_api import FakeApi
 from rich.console import Console
 from samples import job_resource
-from virtual_world import World
+from virtual_world import World, waiting
 from virtual_world import make_job as virtual_job
 
 from holdfast_cli.commands.cluster_status import job_view
@@ -620,3 +620,28 @@ def test_a_job_that_does_not_train_has_no_slow_ranks(
     if end != "closed":  # daemons that are silent since have last seen the ranks at work
         monkeypatch.setattr(world, "observed", lambda: heard)
         assert not {"stragglers", "stragglerCount"} & status(world).keys()
+
+
+def test_the_status_keeps_the_newest_hang_over_control_loops() -> None:
+    world = World(virtual_job(detection={"hangSeconds": 30}))
+    world.settle(3.0)
+    world.train(10)
+    world.settle(1.0)
+    assert "lastHang" not in status(world)
+    world.idle_s = 31.0
+    world.processes = {2: waiting(2, line=7)}
+    world.settle(1.0)
+    first = status(world)
+    hang = first["lastHang"]
+    assert hang["text"].startswith("rank 2 is waiting in all_reduce (work/train.py:7); 3 others")
+    assert (hang["kind"], hang["epoch"], hang["ranks"][0]["node"]) == ("Elsewhere", 1, "n2")
+    assert hang["detectedAt"].startswith("2023-11-14T22:")
+    msgspec.convert(first, JobStatus)
+    told = story_of("llm", first, (), (), "holdfast history -n team llm")
+    assert "The last hang in epoch 1: rank 2 is waiting in all_reduce" in " ".join(told.split())
+    assert "  rank 2 on n2: all_reduce (distributed/distributed_c10d.py:9) < main (" in told
+    assert "holdfast history -n team llm --stacks" in " ".join(told.split())
+    world.restart()
+    world.idle_s = 0.0
+    world.settle(3.0)
+    assert status(world, previous=first)["lastHang"] == hang

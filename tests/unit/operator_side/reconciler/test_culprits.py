@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from holdfast_core.inspections import Frame, InspectedProcess, bounded_process
+from holdfast_core.inspections import (
+    Frame,
+    GroupCollectives,
+    InspectedProcess,
+    bounded_process,
+)
 from holdfast_operator.reconciler.observe.culprits import TEXT_CHARACTERS_MAX, diagnose
 
 LIB = "/env/lib/python3.11"
@@ -24,9 +29,10 @@ MAIN = (
 """Outer frames of every worker that torchrun's launcher has forked."""
 
 
-def of(rank: int, *frames: Frame, **fields: str) -> InspectedProcess:
+def of(rank: int, *frames: Frame, state: str = "S", **fields: str) -> InspectedProcess:
     stack = (*frames, *MAIN) if frames else ()
-    return InspectedProcess(rank=rank, state=fields.pop("state", "S"), frames=stack, **fields)
+    process = InspectedProcess(rank=rank, state=state, frames=stack)
+    return structs.replace(process, **fields)
 
 
 def reduces(rank: int, line: int = 31, name: str = "all_reduce") -> InspectedProcess:
@@ -259,6 +265,17 @@ PROCESSES = st.builds(
     helper=st.text(),
     frames=FRAMES.map(tuple),
     no_stack=st.text(),
+    collectives=st.lists(
+        st.builds(
+            GroupCollectives,
+            group=st.sampled_from(["0 gloo", "1 gloo"]) | st.text(),
+            entered=st.integers(0, 3) | st.integers(0, 2**63 - 1),
+            pending=st.integers(0, 3) | st.integers(0, 2**63 - 1),
+            operation=st.text(),
+            size=st.integers(0, 5),
+            members=st.lists(st.integers(0, 4)).map(tuple),
+        )
+    ).map(tuple),
 )
 
 
@@ -296,3 +313,131 @@ def test_ranks_that_stand_out_are_named_and_a_fault_elsewhere_is_not(other: str)
     answers[2] = of(2, state="T") if other == "stopped" else evaluates(2)
     found = diagnose(range(4), answers)
     assert found.culprits == {2} and not found.hardware_fault and XID not in found.text
+
+
+# --- collectives that torch has recorded ----------------------------------------------------------
+
+
+def recorded(process: InspectedProcess, *collectives: GroupCollectives) -> InspectedProcess:
+    return structs.replace(process, collectives=collectives)
+
+
+def in_group(
+    name: str, entered: int, members: tuple[int, ...], pending: int = 0, **fields: str
+) -> GroupCollectives:
+    operation = fields.get("operation", "all_reduce" if pending else "")
+    return GroupCollectives(
+        group=name,
+        entered=entered,
+        pending=pending,
+        operation=operation,
+        size=len(members),
+        members=members if pending else (),
+    )
+
+
+def synchronizes(rank: int) -> InspectedProcess:
+    """Where the main thread of every rank waits with NCCL."""
+    return of(
+        rank,
+        Frame(f"{TORCH}/cuda/__init__.py", 1000, "synchronize"),
+        Frame("/work/train.py", 33, "step"),
+    )
+
+
+def test_a_deadlock_of_two_groups_in_one_line_names_both() -> None:
+    tp, ep = "1 nccl", "2 nccl"
+    text, culprits = diagnosed(
+        recorded(reduces(0), in_group(tp, 7, (0, 1), 7), in_group(ep, 6, (0, 1))),
+        recorded(reduces(1), in_group(ep, 7, (0, 1), 7), in_group(tp, 6, (0, 1))),
+    )
+    assert text == (
+        f"no culprit stands out: all 2 ranks are {WAIT}; they wait for each other: rank 0 waits in "
+        "all_reduce 7 of group 1 nccl for rank 1, and rank 1 waits in all_reduce 7 of group 2 nccl "
+        "for rank 0"
+    )
+    assert culprits == set()
+
+
+def test_others_that_wait_for_a_deadlock_are_no_part_of_it() -> None:
+    world = tuple(range(4))
+    text, culprits = diagnosed(
+        recorded(reduces(0), in_group("1 g", 3, (0, 1), 3), in_group("0 g", 8, world)),
+        recorded(
+            reduces(1),
+            in_group("2 g", 3, (0, 1), 3),
+            in_group("1 g", 2, (0, 1)),
+            in_group("0 g", 8, world),
+        ),
+        *(recorded(reduces(rank, 40), in_group("0 g", 9, world, 9)) for rank in (2, 3)),
+    )
+    # Rank 0 has no record of group 2, so nothing shows that it is missing there.
+    assert "rank 0 waits in all_reduce 3 of group 1 g for rank 1" in text
+    assert "ranks 2, 3 wait in all_reduce 9 of group 0 g for ranks 0, 1" in text
+    assert "for each other" not in text and culprits == set()
+
+
+WORLD = tuple(range(8))
+
+
+@pytest.mark.parametrize("place", [synchronizes, runs_backward], ids=["synchronize", "backward"])
+def test_a_rank_that_is_missing_where_all_stacks_are_equal_is_named(place: object) -> None:
+    assert callable(place)
+    waits = [
+        recorded(place(rank), in_group("0 nccl", 9, WORLD, 9)) for rank in range(8) if rank != 5
+    ]
+    absent = recorded(place(5), in_group("0 nccl", 8, WORLD))
+    text, culprits = diagnosed(*waits[:5], absent, *waits[5:])
+    assert text.startswith("rank 5 is missing from all_reduce 9 of group 0 nccl, but ")
+    assert "; 7 others are " in text and culprits == {5}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        recorded(synchronizes(1)),
+        recorded(synchronizes(1), in_group("1 nccl", 4, (1,))),
+        recorded(synchronizes(1), in_group("0 nccl", 9, (0, 1))),
+        recorded(reduces(1, 60, "recv"), in_group("0 nccl", 8, (0, 1))),
+        recorded(
+            synchronizes(1),
+            in_group("1 nccl", 4, (0, 1), 4, operation="recv 1<-0"),
+            in_group("0 nccl", 8, (0, 1)),
+        ),
+    ],
+    ids=["no record", "no record of the group", "has entered it", "receives", "waits elsewhere"],
+)
+def test_nobody_is_blamed_without_a_record_that_shows_it(other: InspectedProcess) -> None:
+    first = recorded(synchronizes(0), in_group("0 nccl", 9, (0, 1), 9))
+    assert diagnosed(first, other)[1] == set()
+
+
+def test_a_group_that_does_not_contain_its_rank_shows_nothing() -> None:
+    """The script may have numbered its ranks in another way than the launcher."""
+    text, culprits = diagnosed(
+        recorded(synchronizes(0), in_group("0 g", 9, (4, 5), 9)),
+        recorded(synchronizes(1), in_group("0 g", 8, (4, 5))),
+    )
+    assert culprits == set() and "missing" not in text and "for rank" not in text
+
+
+def test_a_collective_that_all_have_entered_is_held_up_below_them() -> None:
+    text, culprits = diagnosed(
+        *(recorded(synchronizes(rank), in_group("0 nccl", 9, WORLD, 9)) for rank in range(8))
+    )
+    assert text.endswith(
+        "; all of its ranks have entered all_reduce 9 of group 0 nccl, so the network or a device "
+        "holds it up"
+    )
+    assert culprits == set()
+
+
+def test_different_operations_in_one_number_are_named() -> None:
+    text, _ = diagnosed(
+        recorded(synchronizes(0), in_group("0 nccl", 9, (0, 1), 9)),
+        recorded(synchronizes(1), in_group("0 nccl", 9, (0, 1), 9, operation="broadcast")),
+    )
+    assert text.endswith(
+        "; number 9 of group 0 nccl is not the same on all: rank 0 in all_reduce; rank 1 in "
+        "broadcast"
+    )

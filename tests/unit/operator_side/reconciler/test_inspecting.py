@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from virtual_world import World, make_job, running, waiting
 
-from holdfast_core.inspections import InspectedProcess
+from holdfast_core.inspections import Frame, InspectedProcess
+from holdfast_core.job.hang_story import CALLS_MAX, stacks_in_words
 from holdfast_operator.reconciler.membership.inspecting import ANSWER_S
-from holdfast_operator.reconciler.observe.views import Inspect
+from holdfast_operator.reconciler.observe.culprits import HangKind
+from holdfast_operator.reconciler.observe.views import EVENT_BYTES_MAX, Inspect
 
 STOPPED = "rank 2 is stopped (by SIGSTOP or a debugger); 3 others are waiting in all_reduce "
 
@@ -132,3 +134,32 @@ def test_a_start_that_hangs_is_inspected_too() -> None:
     world.settle(110.0)
     text = world.messages("HangInspected")[0]
     assert "rank 3 is waiting in all_reduce (work/train.py:7); 3 others are waiting" in text
+
+
+def test_the_event_and_the_status_have_the_innermost_calls_of_the_culprit() -> None:
+    world = hanging()
+    deep = tuple(Frame(f"/work/deep/{'d' * 90}.py", line, f"call{line}") for line in range(30))
+    world.processes = {2: InspectedProcess(rank=2, state="S", frames=deep)}
+    world.settle()
+    (text,) = world.messages("HangInspected")
+    assert "; 3 others are waiting in all_reduce " in text
+    assert ". Innermost calls of rank 2 on n2: call0 (deep/ddd" in text
+    assert len(text.encode()) <= EVENT_BYTES_MAX
+    hang = world.state.hang
+    assert hang is not None and (hang.kind, hang.epoch) == (HangKind.CODE, 1)
+    (rank,) = hang.ranks or ()
+    assert (rank.rank, rank.member, rank.node) == (2, 2, "n2")
+    assert rank.calls is not None and len(rank.calls) == CALLS_MAX
+    assert rank.calls[7].startswith("call7 (deep/d") and rank.calls[7].endswith("…")
+
+
+def test_where_nobody_stands_out_one_rank_of_each_place_is_shown() -> None:
+    world = hanging()
+    world.processes = {rank: waiting(rank, line=rank // 2) for rank in range(4)}
+    world.settle()
+    hang = world.state.hang
+    assert hang is not None and hang.kind == HangKind.DEADLOCK
+    assert [each.rank for each in hang.ranks or ()] == [0, 2]
+    assert stacks_in_words(hang)[1] == (
+        "rank 2 on n2: all_reduce (distributed/distributed_c10d.py:9) < main (work/train.py:1)"
+    )

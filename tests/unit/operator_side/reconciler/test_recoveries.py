@@ -103,3 +103,14 @@ def test_a_story_that_is_too_long_for_an_event_keeps_its_end() -> None:
     story = recovery_in_words(found, 1024)
     assert 1020 < len(story.encode()) <= 1024
     assert "é…. All ranks" in story and story.endswith("4 steps had to be trained again. Do this.")
+
+
+def test_a_recovery_names_the_nodes_that_members_have_left() -> None:
+    world = Recorded()
+    world.exit_rank(2, 139, "Segmentation fault")
+    world.settle(5.0)
+    world.kill_node("n1")
+    world.settle(10.0)
+    in_place, moved = world.recoveries.all
+    assert in_place.status.left_nodes is None
+    assert moved.status.left_nodes == ("n1",)

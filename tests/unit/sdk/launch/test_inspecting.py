@@ -6,14 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from holdfast._launch.inspecting import STACK_BYTES_MAX, inspect_workers
 from holdfast._stacks import STACK_SIGNAL
-from holdfast_core.inspections import bounded_process
+from holdfast_core.inspections import GroupCollectives, SessionActivity, bounded_process
 
 OFFERS = """
 import os, sys, pathlib, signal
@@ -30,6 +32,20 @@ def load(path):
         return file.read(1)
 
 load(sys.argv[1])
+"""
+)
+SAVES = (
+    OFFERS
+    + """
+import time
+from holdfast._activity import ACTIVITY
+ACTIVITY.begin_world(3, 8, 40)
+ACTIVITY.complete(41)
+with ACTIVITY.training_in("save"):
+    with ACTIVITY.training_in("wait_staged"):
+        ACTIVITY.save_by("waits for a slot")
+    print("up", flush=True)
+    time.sleep(60)
 """
 )
 SPINS = (
@@ -57,6 +73,27 @@ if os.fork() == 0:
 os.wait()
 """
 )
+MEETS = (
+    OFFERS
+    + """
+import torch, torch.distributed as dist
+
+store, rank = dist.FileStore(sys.argv[1] + ".store", 2), RANK
+for world in range(2):  # The groups of both worlds have the same names.
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(str(world), store), rank=rank, world_size=2
+    )
+    pairs = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    for _ in range(3 - world):
+        dist.all_reduce(torch.zeros(1))
+    if world == 0:
+        dist.all_reduce(torch.zeros(1), group=pairs[0])
+        dist.destroy_process_group()
+print("up", flush=True)
+for pair in pairs if rank == 0 else pairs[::-1]:
+    dist.all_reduce(torch.zeros(1), group=pair)
+"""
+)
 LIES = f"""
 import os, pathlib, signal, time
 file = pathlib.Path(os.environ["HOLDFAST_STACKS"], str(os.getpid())).open("wb", buffering=0)
@@ -79,6 +116,11 @@ class Workers:
         self.writer = os.open(self.fifo, os.O_RDWR)  # so that readers open it, and wait
 
     def start(self, program: str, *, wrapped: bool = False) -> subprocess.Popen[bytes]:
+        process = self.launch(program, wrapped=wrapped)
+        assert process.stdout is not None and process.stdout.readline()
+        return process
+
+    def launch(self, program: str, *, wrapped: bool = False) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", program, str(self.fifo)]
         if wrapped:
             command = ["sh", "-c", '"$@"; :', "sh", *command]
@@ -89,7 +131,6 @@ class Workers:
             start_new_session=True,
         )
         self.running.append(process)
-        assert process.stdout is not None and process.stdout.readline()
         return process
 
     def pids(self) -> dict[int, int]:
@@ -137,6 +178,15 @@ def test_a_call_on_a_file_is_named_where_the_kernel_shows_it(workers: Workers) -
     assert found.call == f"read of {workers.fifo}"
 
 
+def test_the_notes_of_a_session_are_read_while_its_process_hangs(workers: Workers) -> None:
+    os.kill(workers.start(SAVES).pid, signal.SIGSTOP)
+    (saves,) = inspect_workers(workers.pids(), workers.directory).values()
+    assert saves.session == SessionActivity(
+        epoch=3, ranks=8, step=41, training="save", saving="waits for a slot"
+    )
+    assert "in save of its session after step 41, while a save waits for a slot" in saves.in_words
+
+
 def test_a_child_of_a_rank_is_named_when_it_is_stopped(workers: Workers) -> None:
     rank = workers.start(FORKS)
     child = int(Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text())
@@ -171,6 +221,25 @@ def test_what_a_process_claims_is_bounded(workers: Workers) -> None:
     shown = bounded_process(found).frames[0]
     assert (len(shown.file), len(shown.function)) == (160, 80)
     assert shown.file.endswith("a?[2J")
+
+
+def test_a_collective_that_waits_for_the_other_rank_is_seen(workers: Workers) -> None:
+    for rank in range(2):
+        workers.launch(MEETS.replace("RANK", str(rank)))
+    began_s, seen = time.monotonic(), list[tuple[GroupCollectives, ...]]()
+    while not (seen and all(found and found[0].pending for found in seen)):
+        assert time.monotonic() < began_s + 60
+        inspected = inspect_workers(workers.pids(), workers.directory)
+        seen = [inspected[lane].collectives for lane in range(2)]
+    own, other = ({each.group: each for each in found} for found in seen)
+    assert own["1 gloo"] == GroupCollectives(
+        group="1 gloo", entered=1, pending=1, operation="all_reduce", size=2, members=(0, 1)
+    )
+    assert other["2 gloo"] == structs.replace(own["1 gloo"], group="2 gloo")
+    # The first world's collectives are over, and do not count.
+    assert own["2 gloo"] == GroupCollectives(group="2 gloo", size=2)
+    assert other["1 gloo"] == GroupCollectives(group="1 gloo", size=2)
+    assert own["0 gloo"] == GroupCollectives(group="0 gloo", entered=2, size=2)
 
 
 def test_a_worker_that_has_ended_has_no_state(workers: Workers) -> None:
