@@ -71,7 +71,9 @@ def test_the_report_counts_culprits_that_were_named_rightly(tmp_path: Path) -> N
     culprits = Culprits(7)
     for rank, outcome in enumerate(("right", "right", "wrong", "nobody")):
         culprits.faults.append(
-            CulpritFault(kind="slow", rank=rank, outcome=outcome, seconds=rank, text="<rank 9>")
+            CulpritFault(
+                kind="slow", culprit=f"rank {rank}", outcome=outcome, seconds=rank, text="<rank 9>"
+            )
         )
     assert culprits.verdict == "culprits named rightly: 2 of 4, 1 wrongly"
     chaos_report.write(Chaos(7, kinds=()), tmp_path, culprits)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from local_jobs import make_job, short_folder
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
+from holdfast_core import hang_limits
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import Phase
 
@@ -175,3 +177,81 @@ def test_other_hangs_are_explained(
     (text,) = inspections(asyncio.run(hang()))
     for part in expected:
         assert part in text
+
+
+PAUSES = """
+import os, pathlib, subprocess, sys, time, torch, holdfast
+import torch.distributed as dist
+
+where, pause_s = pathlib.Path(sys.argv[1]), float(sys.argv[2])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+BUSY = "import time; until = time.monotonic() + %s\\nwhile time.monotonic() < until: pass" % pause_s
+
+
+def wait_for_data():
+    (where / "hangs").touch()
+    os.read(os.open(where / "data.fifo", os.O_RDWR), 1)
+
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+with holdfast.init(model=model, optimizer=optimizer) as session:
+    for step in range(10**6):
+        if step == 100 and rank == 0:
+            exec(BUSY)  # evaluates
+        if step == 150 and rank == 1:
+            subprocess.run([sys.executable, "-c", BUSY], check=True)  # compiles
+        if step == 400 and rank == 1:
+            wait_for_data()
+        time.sleep(0.05)
+        model(torch.ones(4)).sum().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        session.save(step + 1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("pause_s", [20.0, 70.0])
+def test_a_hang_is_noticed_by_what_was_learned_and_pauses_that_compute_are_none(
+    pause_s: float, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is that of a job which was watched for hours, and whose longest pause before was
+    one step: 60 s. A pause of 70 s is longer than that, but computes. So a pause of 20 s raises the
+    limit for the hang to 100 s or a little more; after 70 s it would take six minutes."""
+    monkeypatch.setattr(hang_limits, "WATCHED_S", 0.5)
+    script, hangs = directory / "train.py", directory / "hangs"
+    script.write_text(PAUSES)
+    job = make_job(
+        "pauses",
+        [sys.executable, str(script), str(directory), str(pause_s)],
+        nodes=2,
+        snapshot={"memoryPerNode": "64Mi"},
+        failurePolicy={"detection": {"heartbeatSeconds": 0.5}},
+    )
+
+    async def hang() -> tuple[float, Status]:
+        async with LocalCluster(job, LocalSettings(directory=directory / "run")) as cluster:
+            await cluster.wait_for(
+                lambda status: hangs.exists() or bool(inspections(status)), timeout_s=250
+            )
+            began_s = time.monotonic()
+            assert not inspections(cluster.status), "it computed"
+            if pause_s > 60:
+                return 0.0, cluster.status
+            await cluster.wait_for(lambda status: bool(inspections(status)), timeout_s=200)
+            return time.monotonic() - began_s, cluster.status
+
+    took_s, status = asyncio.run(hang())
+    detection = status.hang_detection
+    assert detection is not None
+    if pause_s > 60:
+        return
+    assert "s if no process works" in str(detection.text)
+    assert hang_limits.PAUSES * pause_s < took_s < hang_limits.HANGING_S / 3
+    (text,) = inspections(status)
+    assert "rank 1 is in code of the script, in `wait_for_data` " in text
