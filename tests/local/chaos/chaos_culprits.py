@@ -38,7 +38,8 @@ TRAINED_STEPS = 12
 """Steps of a job before something is done to it."""
 QUIET_STEPS = 120
 """Steps of a job to which nothing is done, after which no alarm was raised."""
-PACE_S = 0.03
+PACE_S, STEP_S_MAX = 0.03, 0.3
+"""Least duration of a step, and the most of it on a busy machine."""
 FAILURES = 3
 """Times that a node fails until another one shall be taken."""
 LEFT_SHARE = 0.1
@@ -278,7 +279,7 @@ CULPRITS = (
     CulpritKind(name="moment", named=_corrupt, words=_BY_REPLICAS),
     CulpritKind(name="wrong_activation", named=_corrupt, words=_BY_REPEATING),
     CulpritKind(name="wrong_gradient", named=_corrupt, words=_BY_REPEATING),
-    CulpritKind(name="nothing", named=_any_alarm),
+    CulpritKind(name="nothing", named=_any_alarm, nodes=RANKS),
 )
 """All of them. `nothing` is a job that is left alone."""
 
@@ -312,13 +313,11 @@ async def suffer(
 
     Args:
         trained_steps: steps before that, in which nobody may be named.
-        pace_s: least duration of a step.
+        pace_s: for which each step sleeps.
     """
     for name in ("data.fifo", "mount.fifo"):
         os.mkfifo(directory / name)
-    commands = Commands()
-    if kind.narrow:
-        commands = Commands(daemon_program=(sys.executable, "-c", PROBING))
+    commands = Commands(daemon_program=(sys.executable, "-c", PROBING))
     settings = LocalSettings(directory=directory / "run", commands=commands)
     culprit, began_s = NOBODY, time.monotonic()
 
@@ -332,7 +331,7 @@ async def suffer(
         async with LocalCluster(job_of(kind, directory, pace_s), settings) as cluster:
             await cluster.wait_for(
                 lambda status: _trains(status, trained_steps) or _alarm(status) is not None,
-                timeout_s=WAIT_S,
+                timeout_s=WAIT_S + trained_steps * STEP_S_MAX,
             )
             if (alarm := _alarm(cluster.status)) is not None:
                 return fault("wrong", f"before anything was done: {alarm[1]}")
