@@ -257,7 +257,7 @@ CULPRITS = (
     CulpritKind(name="leaves", named=_in_hang, words="waiting in barrier"),
     CulpritKind(name="order", named=_in_opposite_order),
     CulpritKind(name="slow", named=_slow, words="it computes for longer"),
-    CulpritKind(name="throttled", named=_slow, done=_throttle),
+    CulpritKind(name="throttled", named=_slow, words="it computes for longer", done=_throttle),
     CulpritKind(
         name="narrow_link",
         named=_narrow_links,
