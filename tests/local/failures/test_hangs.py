@@ -196,14 +196,17 @@ def wait_for_data():
 
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
+LEARNS_S = 20.0
+pauses = {
+    0: [lambda: exec(BUSY)],  # evaluates
+    1: [lambda: subprocess.run([sys.executable, "-c", BUSY], check=True), wait_for_data],  # compiles
+}[rank]
 with holdfast.init(model=model, optimizer=optimizer) as session:
+    pause_at_s = time.monotonic() + LEARNS_S + rank * (pause_s + 5.0)
     for step in range(10**6):
-        if step == 400 and rank == 0:
-            exec(BUSY)  # evaluates
-        if step == 450 and rank == 1:
-            subprocess.run([sys.executable, "-c", BUSY], check=True)  # compiles
-        if step == 600 and rank == 1:
-            wait_for_data()
+        if pauses and time.monotonic() > pause_at_s:
+            pauses.pop(0)()
+            pause_at_s = time.monotonic() + 5.0
         time.sleep(0.05)
         model(torch.ones(4)).sum().backward()
         for parameter in model.parameters():
