@@ -196,11 +196,16 @@ def wait_for_data():
 
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
+def evaluate():
+    exec(BUSY)
+
+
+def compile_model():
+    subprocess.run([sys.executable, "-c", BUSY], check=True)
+
+
 LEARNS_S = 20.0
-pauses = {
-    0: [lambda: exec(BUSY)],  # evaluates
-    1: [lambda: subprocess.run([sys.executable, "-c", BUSY], check=True), wait_for_data],  # compiles
-}[rank]
+pauses = [evaluate] if rank == 0 else [compile_model, wait_for_data]
 with holdfast.init(model=model, optimizer=optimizer) as session:
     pause_at_s = time.monotonic() + LEARNS_S + rank * (pause_s + 5.0)
     for step in range(10**6):
