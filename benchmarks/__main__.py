@@ -18,6 +18,7 @@ BENCHMARKS = {
     ),
     "bulk": ("bulk_security", "bytes between daemons: plain, authenticated, encrypted"),
     "dependencies": ("dependencies", "what libraries would add to a daemon in place of our code"),
+    "detectors": ("detectors", "what looking for hangs, slow ranks and wrong bytes costs a step"),
     "elastic": ("elastic", "uneven copies of experts beside expert parallelism"),
     "interference": (
         "interference",

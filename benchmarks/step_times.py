@@ -5,13 +5,14 @@
 Measures the calls of one step in one process, on one group of one rank: what a wait takes longer
 than without the measurement, what the boundary of a step takes, and what the gradients of a
 DistributedDataParallel take. Prints them, and the part of a step that they are together, for a step
-of `--step-ms` with `--waits` collectives. The medians of a window, once in many steps, are not
-among them.
+of `--step-ms` with `--waits` collectives. Of the medians of a window, which come once in many
+steps, it has its part.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,8 +24,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # re-expo
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast._copying.devices import CpuDevice
-from holdfast._session import torch_waits
+from holdfast._session import step_times, torch_waits
 from holdfast._session.step_times import StepMeter
+from holdfast_core.stragglers import WINDOW_STEPS
 from holdfast_core.topology import Topology
 
 ROUNDS, CALLS = 25, 1000
@@ -33,11 +35,11 @@ GOAL = 0.002
 
 
 def call_ns(function: Callable[[], object]) -> float:
-    """Nanoseconds of a call."""
-    began_ns = time.perf_counter_ns()
+    """Nanoseconds of a call, as processor time: other work on the machine adds little to it."""
+    began_ns = time.thread_time_ns()
     for _ in range(CALLS):
         function()
-    return (time.perf_counter_ns() - began_ns) / CALLS
+    return (time.thread_time_ns() - began_ns) / CALLS
 
 
 def wait_ns(work: dist.Work) -> float:
@@ -60,6 +62,22 @@ def boundary_ns() -> float:
         meter.on_step(step)
 
     return median(call_ns(end_step) for _ in range(ROUNDS))
+
+
+def medians_ns(step_ms: float) -> float:
+    """Nanoseconds of the medians of a window, divided among its steps of such a length."""
+    steps = max(WINDOW_STEPS, math.ceil(step_times.WINDOW_S / (1e-3 * step_ms)))
+    steps_ns = []
+    for _ in range(ROUNDS):
+        meter = StepMeter()
+        meter.on_step(0)
+        for step in range(1, steps):
+            meter.on_step(step)
+        meter._window_began_s -= step_times.WINDOW_S  # as if the steps had taken so long
+        began_ns = time.thread_time_ns()
+        meter.on_step(steps)
+        steps_ns.append((time.thread_time_ns() - began_ns) / steps)
+    return median(steps_ns)
 
 
 def gradients_ns(parameters: int) -> float:
@@ -91,11 +109,12 @@ def main() -> int:
     work.wait()
     one_wait_ns, gradients = wait_ns(work), gradients_ns(options.parameters)
     dist.destroy_process_group()
-    boundary = boundary_ns()
-    total_ns = options.waits * one_wait_ns + boundary + gradients
+    boundary, medians = boundary_ns(), medians_ns(options.step_ms)
+    total_ns = options.waits * one_wait_ns + boundary + medians + gradients
     part = total_ns / (options.step_ms * 1e6)
     print(f"a wait takes longer by                 {one_wait_ns:8.0f} ns")
     print(f"the boundary of a step                 {boundary:8.0f} ns")
+    print(f"its part of a window's medians         {medians:8.0f} ns")
     print(f"the gradients of {options.parameters} parameters         {gradients:8.0f} ns")
     print(
         f"part of a step of {options.step_ms:g} ms with {options.waits} waits: {part:.4%} "

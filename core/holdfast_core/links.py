@@ -273,6 +273,11 @@ class LinkWatch(Struct, frozen=True, kw_only=True):
         named = [each.named for each in self.records.values() if each.named is not None]
         return tuple(sorted(named, key=lambda slow: (len(slow.members), slow.members)))
 
+    @property
+    def named(self) -> frozenset[int]:
+        """The members of which most links have been slow for several rounds."""
+        return frozenset(each.members[0] for each in self.slow if each.peers)
+
     def see(self, epoch: int, links: Mapping[int, MeasuredLinks]) -> LinkWatch:
         """Judge a round, if nearly all members have new measurements: all, of fewer than ten.
 

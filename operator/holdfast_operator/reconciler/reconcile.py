@@ -528,8 +528,8 @@ _RULES = (
     _fail_when_overdue,
     _fail_without_line,
     pass_stored_epochs,
-    note_stragglers,
     note_links,
+    note_stragglers,  # whose cause may be the links of their node
     recover,
     grow,
     _tend,

@@ -1,8 +1,9 @@
 """`make chaos`: break a cluster of real daemons at random, for as long as is wanted.
 
 Prints the seed first and a line for each fault; writes `report.json` and `report.html`. In the last
-part of the time, jobs are held up or spoilt by one of their ranks, and the report counts how often
-the right one was named. Ends with 1 when an invariant did not hold, or a wrong rank was named.
+part of the time, jobs are held up or spoilt by one of their ranks or nodes, and the report counts
+how often the right one was named. Ends with 1 when an invariant did not hold, or a culprit was not
+named, was named wrongly, or in words that do not say what had been done to it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import chaos_report
 import daemons
 from certificate_makers import expired, made
 from chaos_cluster import Surroundings, may_mount
-from chaos_culprits import Culprits
+from chaos_culprits import Culprits, present
 from chaos_run import Chaos
 from redis_process import RedisServer
 from versitygw import S3Server
@@ -57,7 +58,8 @@ def main() -> int:
         daemons.warm_up("holdfast_storage.s3")
         chaos = Chaos(seed, prepare(Path(scratch)), say=_say)
         chaos.records = options.report
-        culprits, until = Culprits(seed, say=_say), time.monotonic() + 60 * options.minutes
+        culprits = Culprits(seed, say=_say, kinds=present(_say))
+        until = time.monotonic() + 60 * options.minutes
         try:
             chaos.run(rounds, until=until - 60 * options.minutes * options.culprits)
             if options.culprits:
@@ -71,7 +73,7 @@ def main() -> int:
     if culprits.faults:
         print(culprits.verdict)
     print(f"report: {options.report}/report.html")
-    return 1 if chaos.violations or culprits.wrong else 0
+    return 1 if chaos.violations or culprits.missed else 0
 
 
 def prepare(scratch: Path) -> Surroundings:

@@ -208,10 +208,9 @@ def _culprits(culprits: Culprits) -> str:
         for row in culprits.rows()
     )
     missed = "".join(
-        f"<p class={'bad' if fault.outcome == 'wrong' else 'sub'}>{fault.kind} of rank "
-        f"{fault.rank}: {html.escape(fault.text)}</p>"
-        for fault in culprits.faults
-        if fault.outcome != "right"
+        f"<p class={'bad' if fault.outcome == 'wrong' else 'sub'}>{fault.kind} of "
+        f"{fault.culprit}, {fault.outcome}: {html.escape(fault.text)}</p>"
+        for fault in culprits.missed
     )
     head = "".join(f"<th>{text}</th>" for text in heads)
     return (

@@ -69,16 +69,19 @@ def test_what_does_not_hold_is_reported_with_how_to_repeat_it(tmp_path: Path) ->
 
 def test_the_report_counts_culprits_that_were_named_rightly(tmp_path: Path) -> None:
     culprits = Culprits(7)
-    for rank, outcome in enumerate(("right", "right", "wrong", "nobody")):
+    for rank, outcome in enumerate(("right", "right", "wrong", "nobody", "unexplained")):
         culprits.faults.append(
-            CulpritFault(kind="slow", rank=rank, outcome=outcome, seconds=rank, text="<rank 9>")
+            CulpritFault(
+                kind="slow", culprit=f"rank {rank}", outcome=outcome, seconds=rank, text="<rank 9>"
+            )
         )
-    assert culprits.verdict == "culprits named rightly: 2 of 4, 1 wrongly"
+    assert culprits.verdict == "culprits named rightly: 2 of 5, 1 wrongly"
+    assert [fault.outcome for fault in culprits.missed] == ["wrong", "nobody", "unexplained"]
     chaos_report.write(Chaos(7, kinds=()), tmp_path, culprits)
     (row,) = json.loads((tmp_path / "report.json").read_text())["culprits"]["kinds"]
-    assert row == {"kind": "slow", "count": 4, "right": 2, "wrong": 1, "median_s": 1.5}
+    assert row == {"kind": "slow", "count": 5, "right": 2, "wrong": 1, "median_s": 2}
     page = (tmp_path / "report.html").read_text()
-    assert "<td>2 of 4</td><td>1</td>" in page and page.count("&lt;rank 9&gt;") == 2
+    assert "<td>2 of 5</td><td>1</td>" in page and page.count("&lt;rank 9&gt;") == 3
 
 
 def test_each_kind_of_culprit_is_drawn_equally_often_and_follows_from_the_seed() -> None:

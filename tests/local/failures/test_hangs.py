@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from local_jobs import make_job, short_folder
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
+from holdfast_core import hang_limits
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import Phase
 
@@ -167,3 +169,91 @@ def test_other_hangs_are_explained(
 
     (text,) = inspections(asyncio.run(hang()))
     assert expected in text
+
+
+PAUSES = """
+import os, pathlib, subprocess, sys, time, torch, holdfast
+import torch.distributed as dist
+
+where, pause_s = pathlib.Path(sys.argv[1]), float(sys.argv[2])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+BUSY = "import time; until = time.monotonic() + %s\\nwhile time.monotonic() < until: pass" % pause_s
+
+
+def wait_for_data():
+    (where / "hangs").touch()
+    os.read(os.open(where / "data.fifo", os.O_RDWR), 1)
+
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+def evaluate():
+    exec(BUSY)
+
+
+def compile_model():
+    subprocess.run([sys.executable, "-c", BUSY], check=True)
+
+
+LEARNS_S = 20.0
+pauses = [evaluate] if rank == 0 else [compile_model, wait_for_data]
+with holdfast.init(model=model, optimizer=optimizer) as session:
+    pause_at_s = time.monotonic() + LEARNS_S + rank * (pause_s + 5.0)
+    for step in range(10**6):
+        if pauses and time.monotonic() > pause_at_s:
+            pauses.pop(0)()
+            pause_at_s = time.monotonic() + 5.0
+        time.sleep(0.05)
+        model(torch.ones(4)).sum().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        session.save(step + 1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("pause_s", [20.0, 70.0])
+def test_a_hang_is_noticed_by_what_was_learned_and_pauses_that_compute_are_none(
+    pause_s: float, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is that of a job which was watched for hours, and whose longest pause before was
+    one step: 60 s. A pause of 70 s is longer than that, but computes. So a pause of 20 s raises the
+    limit for the hang to 100 s or a little more; after 70 s it would take six minutes."""
+    monkeypatch.setattr(hang_limits, "WATCHED_S", 0.5)
+    script, hangs = directory / "train.py", directory / "hangs"
+    script.write_text(PAUSES)
+    job = make_job(
+        "pauses",
+        [sys.executable, str(script), str(directory), str(pause_s)],
+        nodes=2,
+        snapshot={"memoryPerNode": "64Mi"},
+        failurePolicy={"detection": {"heartbeatSeconds": 0.5}},
+    )
+
+    limits_s = []
+
+    def ended(status: Status) -> bool:
+        """Whether the pauses are over; notes the limits until then."""
+        if status.hang_detection is not None:
+            limits_s.append(status.hang_detection.quiet_seconds)
+        return hangs.exists() or bool(inspections(status))
+
+    async def hang() -> tuple[float, Status]:
+        async with LocalCluster(job, LocalSettings(directory=directory / "run")) as cluster:
+            await cluster.wait_for(ended, timeout_s=300)
+            began_s = time.monotonic()
+            assert not inspections(cluster.status), "it computed"
+            if pause_s < 60:
+                await cluster.wait_for(lambda status: bool(inspections(status)), timeout_s=200)
+            return time.monotonic() - began_s, cluster.status
+
+    took_s, status = asyncio.run(hang())
+    assert hang_limits.QUIET_S_MIN in limits_s
+    if pause_s < 60:
+        assert hang_limits.PAUSES * pause_s < took_s < hang_limits.HANGING_S / 3
+        (text,) = inspections(status)
+        assert "rank 1 is in code of the script, in `wait_for_data` " in text

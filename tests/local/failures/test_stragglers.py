@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from local_jobs import make_job
+from throttled import control_group
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import MoETrainingJob
@@ -161,22 +161,12 @@ with holdfast.init(model=model, optimizer=optimizer) as session:
 @pytest.fixture
 def group() -> Iterator[Path]:
     """A control group that may use a tenth of a processor; skips where none can be made."""
-    root = Path("/sys/fs/cgroup")
-    second = (root / "cgroup.controllers").exists()
-    made = (root if second else root / "cpu") / f"holdfast-test-{os.getpid()}"
-    try:
-        made.mkdir()
-        if second:
-            (made / "cpu.max").write_text("10000 100000")
-        else:
-            (made / "cpu.cfs_quota_us").write_text("10000")
-    except OSError as error:
-        with suppress(OSError):
-            made.rmdir()
-        pytest.skip(f"no control group with a limit of processors can be made: {error}")
-    yield made
-    with suppress(OSError):
-        made.rmdir()
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(control_group(0.1))
+        except OSError as error:
+            pytest.skip(f"no control group with a limit of processors can be made: {error}")
+        yield made
 
 
 @pytest.mark.slow

@@ -1,10 +1,11 @@
 """Trains four replicas, of which one does what a file asks of it, once: it hangs, is slow, or flips
 a bit.
 
-    culprit_trainer.py DIRECTORY
+    culprit_trainer.py DIRECTORY PACE_S
 
-A file `fault-RANK` in `DIRECTORY` has the name of the fault. The rank takes it away, and suffers it
-from its next step on.
+Between its own work and its optimizer's, each step sleeps for `PACE_S` seconds. A file `fault-RANK`
+in `DIRECTORY` has the name of the fault. The rank takes it away, and suffers it from its next step
+on.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch import nn
 import holdfast
 
 DIRECTORY = Path(sys.argv[1])
-PACE_S = 0.03
+PACE_S = float(sys.argv[2])
+WORK_S = 0.003
+"""Processor time of each step, at least."""
 SLOW_SHARE, SLOW_S_MAX = 0.5, 2.0
 """Part of the last step for which a slow rank works longer than the others, and the most of it."""
 
@@ -57,17 +60,20 @@ class Data(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Model(nn.Module):
-    """Two layers, between which a bit flips if that is the fault."""
+    """Two layers, between which a bit flips, of what goes forward or back, if that is the fault."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
-        self.flips = False
+        self.flips = ""
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        work(WORK_S)
         hidden = nn.functional.gelu(self.first(batch))
-        if self.flips:
+        if self.flips == "wrong_activation":
             flip(hidden)
+        elif self.flips == "wrong_gradient":
+            hidden.register_hook(flipped)
         out: torch.Tensor = self.second(hidden)
         return out
 
@@ -75,6 +81,12 @@ class Model(nn.Module):
 def flip(tensor: torch.Tensor) -> None:
     with torch.no_grad():
         tensor.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 22)
+
+
+def flipped(tensor: torch.Tensor) -> torch.Tensor:
+    other = tensor.clone()
+    flip(other)
+    return other
 
 
 def write_to_storage() -> None:
@@ -121,8 +133,8 @@ def main() -> None:
             executed = executed + 1 if step.resumed else 0
             if fault.name == "storage":
                 write_to_storage()
-            # A wrong activation comes once in each step, and not when the step is executed again.
-            model.flips = fault.name == "wrong_activation" and executed == 0
+            # A wrong value comes once in each step, and not when the step is executed again.
+            model.flips = fault.name if executed == 0 else ""
             optimizer.zero_grad()
             if fault.name == "slow":
                 work(min(SLOW_SHARE * (time.monotonic() - began_s), SLOW_S_MAX))
@@ -131,8 +143,9 @@ def main() -> None:
             (add_up_backwards if fault.name == "order" else add_up)(torch.zeros(1), groups[:2])
             time.sleep(PACE_S)
             optimizer.step()
-            if fault.name == "flip":
-                flip(model.second.weight)
+            if fault.name in ("flip", "moment"):
+                moment = optimizer.state[model.second.weight]["exp_avg"]
+                flip(model.second.weight if fault.name == "flip" else moment)
                 fault.name = ""
     barrier(groups[2])
 

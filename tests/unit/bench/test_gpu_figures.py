@@ -23,10 +23,11 @@ MEASURED = {
     "boundary_logs": {"micro_batch_logged_waiting"},
     "saving": {"save_call_small", "save_call_large", "blocked_small", "blocked_large"},
     "step": {"step_threads_2", "step_skipped_threads_2"},
+    "detectors": {"step_detectors", "detectors_daemons", "detectors_trainers"},
     "hashing": {"hashed_threads_1"},
     "peers": {"blocked_holdfast", "survives_holdfast", "survives_torch_save"},
 }
-LONG = ("saving", "step", "peers")
+LONG = ("saving", "step", "detectors", "peers")
 """Modules that only `--every-combination` runs here: `make test-py312` runs all."""
 SKIPPED = {
     "copying": "arena_copy_1MiB: needs a CUDA device",

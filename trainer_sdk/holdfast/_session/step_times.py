@@ -31,8 +31,9 @@ _R = TypeVar("_R")
 
 WINDOW_S = 1.0
 """Least length of a window."""
-WINDOW_STEPS_MAX = 1024
-"""Steps of a window that are kept, however short they are."""
+WINDOW_STEPS_MAX = 128
+"""Steps of a window that are kept, however short they are: their medians are computed between two
+steps."""
 WAITS_MAX = 1024
 """Waits of one step that are kept one by one."""
 SKIPPED_WINDOWS = 1

@@ -49,7 +49,7 @@ from holdfast_operator.reconciler.observe.counters import to_document
 from holdfast_operator.reconciler.observe.last_failure import LastCorruption, TrainerFailure
 from holdfast_operator.reconciler.observe.lookups import agent_at, fewest_slots, ranks_in
 from holdfast_operator.reconciler.observe.silence import hang_limit, limit_in_words
-from holdfast_operator.reconciler.observe.stragglers import straggler_in_words
+from holdfast_operator.reconciler.observe.stragglers import named_stragglers, straggler_in_words
 from holdfast_operator.reconciler.observe.timestamps import seconds_of
 from holdfast_operator.reconciler.observe.views import (
     ClusterView,
@@ -144,7 +144,7 @@ def status_of(
             last_recoveries=tuple(each.status for each in recoveries[-RECOVERIES_SHOWN:]),
             stragglers=_stragglers(membership, slow),
             straggler_count=len(slow) or None,
-            slow_links=_slow_links(state, phase),
+            slow_links=_slow_links(observed, state, phase),
             token_loss=None if state.losses is None else _token_loss(state.losses),
             experts=None if state.plan is None else _experts(state.plan),
             pace=_pace(measured_pace(job, observed, membership)),
@@ -366,11 +366,12 @@ def _corruption(last: LastCorruption) -> CorruptionStatus:
 
 def _slow_ranks(observed: ClusterView, state: ControlState) -> tuple[Straggler, ...]:
     """The ranks for which others wait in the present epoch, the slowest first."""
-    membership, watch = state.membership, state.straggling
-    if membership is None or watch.epoch != membership.epoch or not watch.stragglers:
+    membership = state.membership
+    named = named_stragglers(membership, state) if membership is not None else ()
+    if membership is None or not named:
         return ()
     at_work = {rank.rank for rank in ranks_in(observed, membership) if rank.at_work}
-    return tuple(each for each in watch.stragglers if each.rank in at_work)
+    return tuple(each for each in named if each.rank in at_work)
 
 
 def _stragglers(
@@ -396,7 +397,9 @@ def _stragglers(
     return tuple(found) or None
 
 
-def _slow_links(state: ControlState, phase: Phase) -> tuple[SlowLinksStatus, ...] | None:
+def _slow_links(
+    observed: ClusterView, state: ControlState, phase: Phase
+) -> tuple[SlowLinksStatus, ...] | None:
     """The links that are slow in the present epoch of a job that runs; None without any."""
     membership, watch = state.membership, state.links
     if phase is not Phase.RUNNING or membership is None or watch.epoch != membership.epoch:
@@ -404,7 +407,7 @@ def _slow_links(state: ControlState, phase: Phase) -> tuple[SlowLinksStatus, ...
     found = [
         SlowLinksStatus(
             node=membership.member(each.members[0]).node if each.peers else None,
-            text=slow_links_in_words(membership, each),
+            text=slow_links_in_words(observed, membership, state, each),
         )
         for each in watch.slow[:LINKS_SHOWN]
     ]

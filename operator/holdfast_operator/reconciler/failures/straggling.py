@@ -17,7 +17,11 @@ from holdfast_core.node_failures import FailureKind
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.stragglers import StragglerWatch
 from holdfast_operator.reconciler.observe.lookups import ranks_in
-from holdfast_operator.reconciler.observe.stragglers import slow_member, straggler_in_words
+from holdfast_operator.reconciler.observe.stragglers import (
+    named_stragglers,
+    slow_member,
+    straggler_in_words,
+)
 from holdfast_operator.reconciler.observe.text import NAMED_MAX, ranks_in_words
 from holdfast_operator.reconciler.observe.views import BlamedNode, ControlState, EventReason
 from holdfast_operator.reconciler.rules import Observation, RuleResult
@@ -40,7 +44,8 @@ def note_stragglers(
     if watch.epoch != before.epoch:
         return result
     known = {each.rank for each in before.stragglers}
-    found = [each for each in watch.stragglers if each.rank not in known]
+    named = named_stragglers(membership, result.state)
+    found = [each for each in named if each.rank not in known]
     if found:
         text = "; ".join(straggler_in_words(membership, each) for each in found[:NAMED_MAX])
         again = {membership.member_of(each.rank) for each in found} & state.replaced_stragglers

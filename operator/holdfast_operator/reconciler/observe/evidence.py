@@ -28,7 +28,11 @@ from holdfast_operator.reconciler.observe.lookups import (
 from holdfast_operator.reconciler.observe.protection import ParityGroups
 from holdfast_operator.reconciler.observe.silence import hang_limit
 from holdfast_operator.reconciler.observe.stalls import stall_of
-from holdfast_operator.reconciler.observe.stragglers import member_to_move, straggler_in_words
+from holdfast_operator.reconciler.observe.stragglers import (
+    member_to_move,
+    named_stragglers,
+    straggler_in_words,
+)
 from holdfast_operator.reconciler.observe.text import (
     NAMED_MAX,
     agent_exit_in_words,
@@ -435,7 +439,8 @@ def _straggler(
     member = member_to_move(job, membership, state, now)
     if member is not None:
         text = "; ".join(
-            straggler_in_words(membership, each) for each in state.straggling.stragglers[:NAMED_MAX]
+            straggler_in_words(membership, each)
+            for each in named_stragglers(membership, state)[:NAMED_MAX]
         )
         yield Cause(on=On.ANY, text=text, member=member, voluntary=True, straggles=True)
 

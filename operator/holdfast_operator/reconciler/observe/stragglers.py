@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from holdfast_core.job.parsing import MoETrainingJob, OnStraggler
 from holdfast_core.snapshots.membership import Membership, Redundancy
-from holdfast_core.stragglers import Straggler, StragglerWatch
+from holdfast_core.stragglers import Cause, Straggler, StragglerWatch
 from holdfast_operator.reconciler.observe.lookups import just_saved
 from holdfast_operator.reconciler.observe.views import ControlState
 
@@ -18,6 +20,21 @@ def straggler_in_words(membership: Membership, straggler: Straggler) -> str:
     return (
         f"rank {straggler.rank} of member {member.index} on {member.node} is slow: "
         f"{straggler.in_words}"
+    )
+
+
+def named_stragglers(membership: Membership, state: ControlState) -> tuple[Straggler, ...]:
+    """The ranks that are named in this epoch, the slowest first. What neither their processors nor
+    their data loaders explain, slow links of their node do."""
+    watch, links = state.straggling, state.links
+    if watch.epoch != membership.epoch:
+        return ()
+    named = links.named if links.epoch == membership.epoch else frozenset[int]()
+    return tuple(
+        replace(each, cause=Cause.NETWORK)
+        if each.cause is Cause.UNKNOWN and membership.member_of(each.rank) in named
+        else each
+        for each in watch.stragglers
     )
 
 

@@ -6,12 +6,15 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from rich.console import Console
 from virtual_world import WALL, World, make_job, running
 
 from holdfast_cli.commands.show import status_view
 from holdfast_cli.commands.story import story_of
 from holdfast_core.links import ROUNDS, LinkProblem, LinkRate, MeasuredLinks, peers_to_measure
+from holdfast_core.stragglers import IN_WORDS, Cause, StepTimes
+from holdfast_core.stragglers import ROUNDS as SLOW_ROUNDS
 from holdfast_operator.kube.client.times import ClockPair
 from holdfast_operator.kube.job.fleet import _slow_links
 from holdfast_operator.kube.job.status import status_of
@@ -78,6 +81,61 @@ def test_what_is_not_to_be_judged_is_not_judged() -> None:
     world = running(make_job(onStraggler="Ignore"))
     measure(world, 9 * ROUNDS, slow_node(2))
     assert world.messages("SlowLinks") == []
+
+
+WAITS = "; no rank is slow, and all wait: the job waits for the network of n2"
+
+
+def step_times(world: World, number: int, *, wait_s: float, slow: int = -1) -> None:
+    """A window of each rank, in which all wait for a network, and for the `slow` one as well."""
+    world.times = {
+        rank: StepTimes(
+            window=number,
+            steps=10,
+            step_s=0.13 + wait_s if slow >= 0 else 0.1 + wait_s,
+            own_s=0.13 if rank == slow else 0.1,
+            wait_s=wait_s + (0.03 if slow >= 0 and rank != slow else 0.0),
+        )
+        for rank in range(world.job.world_size)
+    }
+
+
+def test_the_job_waits_for_the_network_of_the_node_if_all_wait_and_nobody_is_slow() -> None:
+    world = running(make_job())
+    step_times(world, 1, wait_s=0.1)
+    measure(world, ROUNDS, slow_node(2))
+    (text,) = world.messages("SlowLinks")
+    assert text.endswith(WAITS) and status(world)["slowLinks"][0]["text"] == text
+    step_times(world, 2, wait_s=0.002)
+    assert not status(world)["slowLinks"][0]["text"].endswith(WAITS), "they do not wait"
+    step_times(world, 3, wait_s=0.1)
+    world.times = {rank: each for rank, each in world.times.items() if rank != 1}
+    assert not status(world)["slowLinks"][0]["text"].endswith(WAITS), "rank 1 may be slow"
+
+
+def test_a_single_slow_link_is_not_what_the_job_waits_for() -> None:
+    world = running(make_job())
+    step_times(world, 1, wait_s=0.1)
+    measure(world, ROUNDS, lambda one, other: 1e6 if (one, other) == (0, 1) else USUAL)
+    (text,) = world.messages("SlowLinks")
+    assert text.endswith("either may be the cause")
+
+
+@pytest.mark.parametrize(
+    ("narrow", "cause"), [(2, Cause.NETWORK), (1, Cause.UNKNOWN)], ids=["its node", "another one"]
+)
+def test_what_times_do_not_explain_is_the_network_of_a_node_with_slow_links(
+    narrow: int, cause: Cause
+) -> None:
+    world = running(make_job())
+    for number in range(1, SLOW_ROUNDS + 1):
+        step_times(world, number, wait_s=0.1, slow=2)
+        measure(world, 1, slow_node(narrow))
+    (slow,) = status(world)["stragglers"]
+    assert (slow["rank"], slow["cause"]) == (2, cause)
+    (text,) = world.messages("Straggler")
+    assert text == slow["text"] and text.endswith(IN_WORDS[cause])
+    assert not status(world)["slowLinks"][0]["text"].endswith(WAITS), "a rank is slow"
 
 
 def test_slow_links_are_in_the_status_and_shown() -> None:
