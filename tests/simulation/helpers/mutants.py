@@ -617,6 +617,39 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="stages: count each replay that is cut off, although the next scope is wider",
+        stages=True,
+        edits=(
+            (
+                "core/holdfast_core/protection/replaying.py",
+                "fruitless=fruitless + (widest > 0 and scope <= widest and reached <= before),",
+                "fruitless=fruitless + (widest > 0),",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: count no replay that is cut off",
+        test="core/protection/test_replaying.py",
+        edits=(
+            (
+                "core/holdfast_core/protection/replaying.py",
+                "if progress.fruitless >= FRUITLESS_MAX:",
+                "if False:",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: take a step that was repeated before for progress",
+        test="core/protection/test_replaying.py",
+        edits=(
+            (
+                "core/holdfast_core/protection/replaying.py",
+                "        before=reached,\n",
+                "        before=line,\n",
+            ),
+        ),
+    ),
+    Mutant(
         name="stages: send a rank back that a replica gives its state",
         test="core/protection/test_replaying.py",
         edits=(

@@ -59,8 +59,8 @@ STEPS_MAX = 36
 ROOM = 1 << 20
 """Bytes for logs that never make room."""
 WAIT_S = 20.0
-REPLAYS_MAX = 3
-"""Replays of a step after which all ranks go back."""
+FRUITLESS_MAX = 3
+"""Replays of a step that lead no further, after which all ranks go back."""
 PARTS = Topology(dp=1, tp=2, pp=2)
 """Stages whose ranks hold different parts, so that one that is lost takes the other back."""
 WIDE = Topology(dp=2, pp=3)
@@ -224,6 +224,8 @@ class Process:
     """Newest step that it has completed in its life."""
     repeats_in: int = 0
     """Newest epoch in which it repeats steps alone."""
+    repeated: int = 0
+    """Newest step that it has repeated alone, since all have completed one."""
     first_in: dict[int, int] = field(default_factory=dict)
     """Epoch → the first step that it began there."""
 
@@ -277,8 +279,12 @@ class Cluster:
         self._repeating = frozenset[int]()
         """Stages that repeat steps alone since the last loss; empty when all ranks have completed a
         step since then."""
-        self._replays = 0
-        """Losses since then that have led to a replay."""
+        self._fruitless = 0
+        """Most replays since then that may count as fruitless."""
+        self._reached = 0
+        """Newest step since then that a replay has begun."""
+        self._reached_before = 0
+        """The same at the loss before."""
         self._returns_logs = False
         """Whether some ranks may not yet have got their logs back."""
         self._has_late_logs = False
@@ -376,17 +382,21 @@ class Cluster:
         while joining := {one for one in given - scope if scope & {one - 1, one + 1}}:
             scope |= joining
         lacking = frozenset(scope)
+        # A replay that is cut off counts unless it certainly leads further than those before.
+        further = max(one.repeated for one in living) > self._reached_before
+        self._reached_before = self._reached
+        self._fruitless += bool(repeating) and lacking == repeating and not further
         late = self._has_late_logs or (not self._settled and self._returns_logs)
         self._has_late_logs = late or self._loses_logs(loss, scope)
         self._returns_logs = bool(given - scope)
         doubtful = loss.corrupts or loss.diverges or loss.lies or self.lied or (late and lacking)
-        known = self._settled or (repeating and self._replays < REPLAYS_MAX)
+        known = self._settled or (repeating and self._fruitless < FRUITLESS_MAX)
         if not known or self.schedule.log_bytes < ROOM or doubtful:
             return "", lacking
         if not lacking:
             return "live", lacking
         if len(lacking) < self.topology.pp:
-            self._repeating, self._replays = lacking, self._replays + 1
+            self._repeating = lacking
             return "alone", lacking
         # Unless training is repeated, the line may be of the step that the others have. Besides, a
         # replay may just have ended.
@@ -485,8 +495,11 @@ class Cluster:
         with self.changed:
             self.counts[event] += 1
 
-    def begins(self, process: Process, epoch: int, step: int) -> None:
+    def begins(self, process: Process, epoch: int, step: int, *, alone: bool) -> None:
         """Check where a process goes on in an epoch."""
+        if alone:
+            with self.changed:
+                self._reached = max(self._reached, step)
         if epoch in process.first_in:
             return
         process.first_in[epoch] = step
@@ -513,6 +526,7 @@ class Cluster:
         """Check what a process has after a step that it has completed."""
         assert process.session is not None
         process.completed = max(step, process.completed or 0)
+        process.repeated = step if alone else process.repeated
         inner = process.session._session
         assert isinstance(inner, ProtectedSession)
         if inner.repeats:
@@ -557,7 +571,10 @@ class Cluster:
             )
             self._settled = 0 if frozen else step
             if self._settled:
-                self._repeating, self._replays, self._returns_logs = frozenset(), 0, False
+                self._repeating, self._returns_logs = frozenset(), False
+                self._fruitless = self._reached = self._reached_before = 0
+                for one in self.processes.values():
+                    one.repeated = 0
 
 
 class PlayedGroup:
@@ -1000,7 +1017,7 @@ def train(cluster: Cluster, process: Process) -> None:
         frozen = session._session.repeats
         process.repeats_in = world.epoch if alone else process.repeats_in
         with step:
-            cluster.begins(process, world.epoch, int(step))
+            cluster.begins(process, world.epoch, int(step), alone=alone)
             settle(cluster, process, session, int(step))
             run(cluster, process, model, optimizer, position)
             scheduler.step()

@@ -13,9 +13,11 @@ import msgspec
 import pytest
 
 from holdfast_core.protection.replaying import (
+    FRUITLESS_MAX,
     NO_LINE,
     ReplayEvidence,
     ReplayPlan,
+    ReplayProgress,
     pipeline_neighbours,
     plan_replay,
 )
@@ -271,6 +273,88 @@ def test_copies_at_receivers_spare_stages_after_a_rank_was_replaced() -> None:
             gains["at once, equal" if same else "at once, smaller"] += 1
     assert gains["fewer go back"] > 50 and gains["some do not go back"] > 50, gains
     assert gains["at once, smaller"] < gains["at once, equal"] / 20, gains
+
+
+LONG = Topology(dp=1, pp=8)
+
+
+def replays(*cut_off: tuple[set[int], int]) -> list[ReplayPlan | str]:
+    """The plans that follow one another, until one is refused, while stages of `LONG` are lost.
+
+    Args:
+        cut_off: for each replay its stages, and the last step that it repeats before the next loss,
+            which ends the processes of all of them but the one that knows this step.
+    """
+    plans: list[ReplayPlan | str] = []
+    known = [ReplayProgress()] * LONG.pp
+    for stages, reached in cut_off:
+        said = [
+            msgspec.structs.replace(one, progress=progress)
+            for one, progress in zip(evidence(LONG, sorted(stages)), known, strict=True)
+        ]
+        plan = plan_replay(said)
+        plans.append(plan)
+        if isinstance(plan, str):
+            break
+        known = [plan.progress] * LONG.pp
+        for rank in stages:
+            known[rank] = ReplayProgress()
+        witness = min(stages)
+        known[witness] = msgspec.structs.replace(plan.progress, reached=max(LINE, reached))
+    return plans
+
+
+def test_replays_go_on_while_their_scopes_grow_or_they_come_further() -> None:
+    grows = [(set(range(1, count + 1)), LINE) for count in range(1, LONG.pp)]
+    comes_further = [({1, 2}, reached) for reached in range(LINE, TARGET + 1)]
+    for cut_off in (grows, comes_further, [*comes_further, *grows[2:]]):
+        plans = replays(*cut_off)
+        assert len(plans) == len(cut_off)
+        assert not any(isinstance(plan, str) for plan in plans)
+
+
+@pytest.mark.parametrize("reached", [LINE, LINE + 1, TARGET])
+def test_all_ranks_restore_after_replays_that_lead_no_further(reached: int) -> None:
+    first = reached > LINE  # this one still does
+    plans = replays(*[({1, 2}, reached)] * 20)
+    assert len(plans) == FRUITLESS_MAX + first + 1
+    assert f"{FRUITLESS_MAX} replays after step {LINE} were cut off" in str(plans[-1])
+    # Neither a smaller scope nor a step that was reached before is progress.
+    assert len(replays(*[({1, 2}, TARGET), ({1}, LINE + 1)] * 20)) == FRUITLESS_MAX + 2
+
+
+def test_whatever_is_cut_off_replays_of_a_step_come_to_an_end() -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        cut_off = [
+            (set(rng.sample(range(LONG.pp), rng.randrange(1, LONG.pp))), rng.randint(LINE, TARGET))
+            for _ in range(100)
+        ]
+        plans = replays(*cut_off)
+        assert isinstance(plans[-1], str), seed
+        assert len(plans) <= FRUITLESS_MAX + LONG.pp + TARGET - LINE + 1, seed
+
+
+def test_what_one_rank_knows_of_replays_counts_for_all() -> None:
+    """Some ranks may not have got a plan, because the world ended meanwhile; new ones know
+    nothing."""
+    for knows in range(LONG.pp):
+        said = evidence(LONG, (1, 2))
+        over = ReplayProgress(fruitless=FRUITLESS_MAX, widest=2, before=LINE, reached=LINE)
+        said[knows] = msgspec.structs.replace(said[knows], progress=over)
+        assert isinstance(plan_replay(said), str)
+    said = evidence(LONG, (1, 2))
+    said[0] = msgspec.structs.replace(said[0], progress=over)
+    further = ReplayProgress(widest=2, before=LINE, reached=LINE + 1)
+    said[1] = msgspec.structs.replace(said[1], progress=further)
+    assert isinstance(plan_replay(said), str), "too many were fruitless already"
+    fewer = msgspec.structs.replace(over, fruitless=FRUITLESS_MAX - 1)
+    said[0] = msgspec.structs.replace(said[0], progress=fewer)
+    plan = plan_replay(said)
+    assert isinstance(plan, ReplayPlan)
+    assert plan.progress == ReplayProgress(
+        fruitless=FRUITLESS_MAX - 1, widest=2, before=LINE + 1, reached=LINE + 1
+    )
 
 
 @pytest.mark.parametrize("topology", SHAPES, ids=str)
