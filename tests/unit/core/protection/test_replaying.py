@@ -118,7 +118,8 @@ TO_16 = [
     Topology(dp=dp, ep=ep, tp=tp, pp=pp)
     for dp, tp, pp in itertools.product(range(1, 17), repeat=3)
     if dp * tp * pp <= 16
-    for ep in {1, dp}
+    for ep in range(1, dp + 1)
+    if dp % ep == 0
 ]
 
 
@@ -186,10 +187,61 @@ def replicas_left(topology: Topology, rank: int, without: set[int]) -> set[int]:
     return same - without
 
 
+def check_scope(
+    topology: Topology, gone: set[int], short: set[int], ring: bool, what: str
+) -> tuple[int, int] | None:
+    """Compare the plan after the loss of `gone` with the smallest scope, where the logs of `short`
+    do not reach back to the line.
+
+    Returns:
+        The ranks in the scope less those lost, and the ranks that get their state live; None where
+        nothing has to be repeated.
+    """
+    ranks = range(topology.world_size)
+    said = [
+        msgspec.structs.replace(
+            lost(topology) if rank in gone else kept(topology),
+            ring=ring,
+            logged_from=LINE + 2 if rank in short else 1,
+        )
+        for rank in ranks
+    ]
+    replicated = {rank for rank in gone if replicas_left(topology, rank, gone)}
+    if gone == replicated:
+        return None
+    plan = plan_replay(said, replicated)
+    best = smallest_scope(said, topology, replicated) if len(gone) < len(ranks) else None
+    assert (set(plan.scope) if isinstance(plan, ReplayPlan) else None) == best, what
+    given = plan.given if isinstance(plan, ReplayPlan) else ()
+    assert isinstance(plan, str) or set(given) == gone - set(plan.scope), what
+    return len(best or ()) - len(gone), len(given)
+
+
+@pytest.mark.parametrize(
+    "ranks", [*range(2, 9), *(pytest.param(n, marks=pytest.mark.slow) for n in range(9, 17))]
+)
+def test_whichever_nodes_are_lost_the_scope_is_the_smallest(ranks: int) -> None:
+    """With one and two ranks a node, in pipelines and rings: all sets of nodes of up to eight
+    ranks, and of up to six also where some rank has dropped its log; one node or two of more."""
+    checked = 0
+    for topology, per_node, ring in itertools.product(TO_16, (1, 2), (False, True)):
+        if topology.world_size != ranks or ranks % per_node:
+            continue
+        nodes = ranks // per_node
+        for count in range(1, nodes if ranks <= 8 else min(2, nodes - 1) + 1):
+            for lost_nodes in itertools.combinations(range(nodes), count):
+                gone = {rank for rank in range(ranks) if rank // per_node in lost_nodes}
+                shorts = [set(), *({rank} for rank in range(ranks) if ranks <= 6)]
+                for short in shorts:
+                    what = f"{topology}, nodes {lost_nodes} of {per_node}, short {short}"
+                    checked += check_scope(topology, gone, short, ring, what) is not None
+    assert checked
+
+
 @pytest.mark.parametrize("ring", [False, True], ids=["line", "ring"])
 def test_the_scope_is_the_smallest_that_can_be_recovered(ring: bool) -> None:
-    """Losses of ranks, and of nodes with two of them, with or without live replicas, where some of
-    the others have dropped logs; against every set of ranks."""
+    """Random losses of ranks, and of nodes with two of them, with or without live replicas, where
+    some of the others have dropped logs; against every set of ranks."""
     planned, given = Counter[int](), Counter[int]()
     for topology in TO_16:
         ranks = topology.world_size
@@ -202,26 +254,11 @@ def test_the_scope_is_the_smallest_that_can_be_recovered(ring: bool) -> None:
                 stage = rng.randrange(topology.pp)
                 gone |= {rank for rank in range(ranks) if topology.coordinates(rank).pp == stage}
             short = {rank for rank in range(ranks) if rng.random() < rng.choice((0, 0.2))}
-            said = [
-                msgspec.structs.replace(
-                    lost(topology) if rank in gone else kept(topology),
-                    ring=ring,
-                    **({"logged_from": LINE + 2} if rank in short else {}),
-                )
-                for rank in range(ranks)
-            ]
-            replicated = {rank for rank in gone if replicas_left(topology, rank, gone)}
-            if gone == replicated:  # nothing has to be repeated
-                continue
-            plan = plan_replay(said, replicated)
-            best = smallest_scope(said, topology, replicated) if len(gone) < ranks else None
-            assert (set(plan.scope) if isinstance(plan, ReplayPlan) else None) == best, (
-                f"{topology}, seed {seed}"
-            )
-            if isinstance(plan, ReplayPlan):
-                assert set(plan.given) == gone - set(plan.scope)
-                given[len(plan.given)] += 1
-            planned[len(best or ()) - len(gone)] += 1
+            planned_scope = check_scope(topology, gone, short, ring, f"{topology}, seed {seed}")
+            if planned_scope is not None:
+                more, live = planned_scope
+                planned[more] += 1
+                given[live] += 1
     # Losses of whole stages, of parts of stages, and all that nobody can repeat alone.
     assert planned[0] > 50 and planned[1] > 50 and planned[2] > 20, planned
     assert sum(count for more, count in planned.items() if more < 0) > 100, planned
