@@ -226,6 +226,30 @@ def test_all_ranks_go_back_when_replays_are_cut_off_at_the_same_step_again_and_a
         assert cluster.processes[rank].first_in[5] < 8
 
 
+def test_a_replay_has_the_messages_of_the_last_execution_of_each_step() -> None:
+    # All ranks go back to step 4, in their processes. Then they train on with other data, and
+    # before anything newer is protected a stage is lost.
+    with staging.surroundings():
+        cluster = staging.play(
+            staging.Schedule(
+                seed=-1,
+                topology=Topology(dp=1, pp=4),
+                window=3,
+                steps=10,
+                every=4,
+                losses=(
+                    staging.Loss(step=7, point="reduce", victims=(1,), diverges=True),
+                    staging.Loss(step=8, point="reduce", victims=(2,)),
+                ),
+                redraws=True,
+            )
+        )
+    assert cluster.counts["drawn anew"]
+    for rank in (0, 1, 3):
+        first_in = cluster.processes[rank].first_in
+        assert (first_in[2], first_in[3]) == (5, 8)
+
+
 @pytest.mark.parametrize("lies", ["messages", "digests"])
 def test_all_ranks_go_back_where_logs_lack_what_they_state(lies: str) -> None:
     loss = staging.Loss(step=6, point="sum", victims=(1,), lies=lies)
