@@ -137,6 +137,28 @@ def test_a_rank_that_is_lost_beside_a_stage_gets_its_state_from_its_replica(
 
 
 @pytest.mark.parametrize(
+    ("nodes", "live"),
+    [
+        # A stage and a node of another one: its experts are on the stage's other node as well.
+        ((0, 1, 4), (8, 9)),
+        pytest.param((0, 1), (), marks=pytest.mark.exhaustive),
+        pytest.param((4, 5, 1), (2, 3), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_nodes_with_experts_that_are_lost_beside_a_stage_get_their_state_from_replicas(
+    nodes: tuple[int, ...], live: tuple[int, ...]
+) -> None:
+    victims = tuple(2 * node + lane for node in nodes for lane in (0, 1))
+    topology = Topology(dp=4, ep=2, pp=3)
+    cluster = play(topology, staging.Loss(step=8, point="sum", victims=victims))
+    back = {rank // 4 for rank in set(victims) - set(live)}
+    for rank, process in cluster.processes.items():
+        assert (process.first_in[2] == 8) == (rank // 4 not in back), rank
+    assert cluster.counts["step alone"]
+
+
+@pytest.mark.parametrize(
     ("point", "then", "goes_on"),
     [
         # In the hand-over: the rank that gets its state, the one that gives it (nobody else has
