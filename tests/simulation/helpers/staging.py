@@ -146,12 +146,13 @@ class Schedule:
         topology = rng.choice((*small, *small, WIDE, WIDE, EXPERTS, SPREAD, LONG))
         window, count = rng.choice((2, 3, 4)), rng.choice((1, 2, 2, 3))
         widens = topology == LONG and rng.random() < 0.7
-        count = rng.choice((3, 4, 5)) if widens else count
+        count = rng.choice((4, 5)) if widens else count
         per_node = rng.choice((1, 2))
         losses: list[Loss] = []
         every = rng.choice((0, 0, 0, 4))
         step = rng.choice((2, window + 2, window + 3))
-        step = max(step, every + 2) if every or widens else step  # something is protected
+        if every or widens:  # something is protected
+            step = max(step, every + 2 if every else window + 2)
         for _ in range(count):
             at = step + rng.choice((0, 0, 1, 2, window))
             loss = _loss(rng, at, topology, per_node)
