@@ -191,10 +191,7 @@ def _plan_repeated(
     if givers:
         progress = _progress(ranks, len(scope), line)
         if progress.fruitless >= FRUITLESS_MAX:
-            return (
-                f"{progress.fruitless} replays after step {line} were cut off, and neither reached "
-                f"more ranks nor came further than those before"
-            )
+            return f"{progress.fruitless} replays after step {line} were cut off without progress"
         return ReplayPlan(
             scope=tuple(scope),
             line=line,
