@@ -140,8 +140,28 @@ class Schedule:
         return self.topology.pp == 1
 
     @classmethod
+    def of_two_timelines(cls, seed: int) -> Schedule:
+        """All ranks go back, in their processes, and train on with other data. Then a stage is
+        lost, before anything newer is protected."""
+        first, second = random.Random(seed).sample(range(RANKS), 2)
+        return cls(
+            seed=seed,
+            topology=Topology(dp=1, pp=RANKS),
+            window=3,
+            steps=10,
+            every=4,
+            losses=(
+                Loss(step=7, point="reduce", victims=(first,), diverges=True),
+                Loss(step=8, point="reduce", victims=(second,)),
+            ),
+            redraws=True,
+        )
+
+    @classmethod
     def of(cls, seed: int) -> Schedule:
         rng = random.Random(seed)
+        if seed % 16 == 5:
+            return cls.of_two_timelines(seed)
         small = (*[Topology(dp=1, pp=4)] * 4, Topology(dp=2, pp=2), PARTS)
         topology = rng.choice((*small, *small, WIDE, WIDE, EXPERTS, SPREAD, LONG))
         window, count = rng.choice((2, 3, 4)), rng.choice((1, 2, 2, 3))
@@ -345,6 +365,8 @@ class Cluster:
         self._lines: dict[int, Generation | None] = {}
         self._settled = 0
         """Newest step that all ranks have completed since the last loss."""
+        self._settled_in = self._first_settled = 0
+        """Newest epoch in which all ranks have completed a step, and the first such step."""
         self._repeating = frozenset[int]()
         """Stages that repeat steps alone since the last loss; empty when all ranks have completed a
         step since then."""
@@ -469,10 +491,11 @@ class Cluster:
         if len(lacking) < self.topology.pp:
             self._repeating = lacking
             return "alone", lacking
-        # Unless training is repeated, the line may be of the step that the others have. Besides, a
-        # replay may just have ended.
+        # The line may be of the step that the others have: unless training is repeated, and after
+        # the first save of an epoch, which captures everything. Besides, a replay may just have
+        # ended.
         repeats = self.schedule.repeats is Repeats.TRAINING and not self.schedule.every
-        return "global" if repeats and self._settled else "", lacking
+        return "global" if repeats and self._settled > self._first_settled else "", lacking
 
     def _stages_beside(self, stage: int) -> set[int]:
         """The stages with which `stage` exchanges messages; perhaps some that do not exist."""
@@ -665,6 +688,8 @@ class Cluster:
                 for one in self.processes.values()
             )
             self._settled = 0 if frozen else step
+            if self._settled and self._settled_in != epoch:
+                self._settled_in, self._first_settled = epoch, step
             if self._settled:
                 self._repeating, self._returns_logs = frozenset(), False
                 self._fruitless = self._reached = self._reached_before = 0
