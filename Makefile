@@ -241,11 +241,14 @@ test-optimizers: $(STAMP) ## Run the tests of torchao's and pytorch_optimizer's 
 	PYTHONPATH="$$("$$overlay/bin/python" $(site))" $(BIN)/python -m pytest -n $(PYTEST_WORKERS) \
 	  --dist worksteal tests/unit/sdk/state/test_published.py $(ARGS)
 
+# A schedule of real sessions takes as long as a dozen others, so their share of --schedules is small.
 .PHONY: test-schedules
 test-schedules: $(STAMP) ## Run ten thousand schedules of the simulation, and more of its models (long)
-	@$(BIN)/python -m pytest tests/simulation/test_schedules.py tests/simulation/test_stages.py \
-	  tests/simulation/test_votes.py -n $(PYTEST_WORKERS) --dist worksteal --schedules 10000 \
-	  --every-combination $(ARGS)
+	@$(BIN)/python -m pytest $(addprefix tests/simulation/test_,schedules.py worlds.py windows.py \
+	  persisting.py two_losses.py votes.py) -n $(PYTEST_WORKERS) --dist worksteal \
+	  --schedules 10000 --every-combination $(ARGS)
+	$(BIN)/python -m pytest tests/simulation/test_stages.py tests/simulation/test_reshaping.py \
+	  -n $(PYTEST_WORKERS) --dist worksteal --schedules 100000 --every-combination $(ARGS)
 
 # Not with -m: each daemon that is forked would import the main module anew, pictures and all.
 .PHONY: chaos

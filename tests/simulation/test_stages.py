@@ -137,6 +137,28 @@ def test_a_rank_that_is_lost_beside_a_stage_gets_its_state_from_its_replica(
 
 
 @pytest.mark.parametrize(
+    ("nodes", "live"),
+    [
+        # A stage and a node of another one: its experts are on the stage's other node as well.
+        ((0, 1, 4), (8, 9)),
+        pytest.param((0, 1), (), marks=pytest.mark.exhaustive),
+        pytest.param((4, 5, 1), (2, 3), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_nodes_with_experts_that_are_lost_beside_a_stage_get_their_state_from_replicas(
+    nodes: tuple[int, ...], live: tuple[int, ...]
+) -> None:
+    victims = tuple(2 * node + lane for node in nodes for lane in (0, 1))
+    topology = Topology(dp=4, ep=2, pp=3)
+    cluster = play(topology, staging.Loss(step=8, point="sum", victims=victims))
+    back = {rank // 4 for rank in set(victims) - set(live)}
+    for rank, process in cluster.processes.items():
+        assert (process.first_in[2] == 8) == (rank // 4 not in back), rank
+    assert cluster.counts["step alone"]
+
+
+@pytest.mark.parametrize(
     ("point", "then", "goes_on"),
     [
         # In the hand-over: the rank that gets its state, the one that gives it (nobody else has
@@ -200,11 +222,41 @@ def test_a_log_that_neighbours_return_keeps_a_stage_where_it_is(
     assert {rank for rank, step in reached.items() if step == newest} == set(stay)
 
 
-def test_all_ranks_go_back_when_replays_are_cut_off_again_and_again() -> None:
+def test_a_scope_that_widens_again_and_again_goes_on_with_the_same_logs() -> None:
+    # Each loss takes one of those that repeat steps, and one more; one rank is left that never is.
+    again = [staging.Loss(step=2, point="sum", victims=(rank - 1, rank)) for rank in range(2, 7)]
+    cluster = play(Topology(dp=1, pp=7), staging.Loss(step=8, point="sum", victims=(1,)), *again)
+    assert cluster.processes[0].first_in == {1: 1, 7: 8}
+
+
+def test_a_replay_that_comes_further_each_time_goes_on_with_the_same_logs() -> None:
+    # The line is of step 3. One rank of the stage dies in each replay, a step later than before.
+    again = [staging.Loss(step=step, point="sum", victims=(step % 2,)) for step in (4, 5, 6, 7, 8)]
+    first = staging.Loss(step=9, point="reduce", victims=(0,))
+    cluster = play(staging.PARTS, first, *again, every=3)
+    for rank in (2, 3):
+        assert cluster.processes[rank].first_in == {1: 1, 7: 9}
+
+
+@pytest.mark.parametrize("topology", [Topology(dp=1, pp=4), staging.PARTS], ids=str)
+def test_all_ranks_go_back_when_replays_are_cut_off_at_the_same_step_again_and_again(
+    topology: Topology,
+) -> None:
     again = [staging.Loss(step=2, point="backward", victims=(1,)) for _ in range(3)]
-    cluster = play(Topology(dp=1, pp=4), staging.Loss(step=8, point="sum", victims=(1,)), *again)
-    for rank in (0, 2, 3):
+    cluster = play(topology, staging.Loss(step=8, point="sum", victims=(1,)), *again)
+    for rank in (2, 3):
         assert cluster.processes[rank].first_in[5] < 8
+
+
+def test_a_replay_has_the_messages_of_the_last_execution_of_each_step() -> None:
+    with staging.surroundings():
+        schedule = staging.Schedule.of_two_timelines(5)
+        cluster = staging.play(schedule)
+    assert cluster.counts["drawn anew"]
+    [second] = schedule.losses[1].victims
+    for rank in {*range(staging.RANKS)} - {second}:
+        first_in = cluster.processes[rank].first_in
+        assert (first_in[2], first_in[3]) == (5, 8)
 
 
 @pytest.mark.parametrize("lies", ["messages", "digests"])

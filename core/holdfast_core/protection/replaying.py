@@ -13,6 +13,10 @@ A lost rank of another stage that has a live replica does not go back: the repli
 newest state. What it had logged is lost, though, so its stage does go back if it is a neighbour of
 one that repeats steps.
 
+A replay that is cut off is followed by another one, whose scope also holds the newly lost ranks. As
+long as the scopes grow, or replays come further than those before, losses are behind it. A replay
+that does neither may itself be what ends the world, so after a few of them all ranks restore.
+
 The plan follows from statements of all ranks, and is the same on each of them. It relies only on
 what the statements show: if one is missing or contradicts another, there is no plan, and all ranks
 restore the line.
@@ -30,6 +34,26 @@ from holdfast_core.topology import Topology
 
 NO_LINE = -1
 """Step of a line that does not exist, or from which no rank can be restored by itself."""
+FRUITLESS_MAX = 3
+"""Replays of one step without progress, after which all ranks restore."""
+
+
+class ReplayProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank knows of the replays since the newest step of all ranks.
+
+    All values only grow, and the greatest of each counts: a rank that was lost knows nothing, and
+    one may have missed a plan, because the world ended while the ranks agreed on it.
+    """
+
+    fruitless: int = 0
+    """Replays whose scope was followed by none that is wider, and that came no further than those
+    before."""
+    widest: int = 0
+    """Number of ranks in the widest scope; 0 before a replay."""
+    before: int = NO_LINE
+    """Last step that had been repeated when the newest replay was planned."""
+    reached: int = NO_LINE
+    """Last step that has been repeated."""
 
 
 class ReplayEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +76,8 @@ class ReplayEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Topology of its script."""
     ring: bool = False
     """Whether its script's last stage may send to the first one."""
+    progress: ReplayProgress = ReplayProgress()
+    """What it knows of the replays before."""
     problem: str = ""
     """Why it cannot take part; empty when it can."""
 
@@ -95,6 +121,8 @@ class ReplayPlan:
     """Rank outside the scope that gives what all ranks have added up, if steps are repeated."""
     given: tuple[int, ...] = ()
     """Lost ranks outside the scope, ascending: live replicas give them the state after `target`."""
+    progress: ReplayProgress = field(default_factory=ReplayProgress)
+    """What all ranks know of the replays before, this one's scope included."""
 
 
 def plan_replay(
@@ -161,6 +189,9 @@ def _plan_repeated(
         short |= lacking
         stages |= {topology.coordinates(giver).pp for giver in lacking}
     if givers:
+        progress = _progress(ranks, len(scope), line)
+        if progress.fruitless >= FRUITLESS_MAX:
+            return f"{progress.fruitless} replays after step {line} were cut off without progress"
         return ReplayPlan(
             scope=tuple(scope),
             line=line,
@@ -168,12 +199,27 @@ def _plan_repeated(
             sources=sources,
             shared_by=min(givers),
             given=tuple(rank for rank in lost if rank not in scope),
+            progress=progress,
         )
     why = f"the line is of step {line} and the others have step {target}, but"
     if short:
         first = ranks[min(short)]
         return f"{why} rank {min(short)} has logged steps {first.logged_from} to {first.logged_to}"
     return f"{why} lost ranks {list(lost)} take part in the steps of all others"
+
+
+def _progress(ranks: Sequence[ReplayEvidence], scope: int, line: int) -> ReplayProgress:
+    """What is known of all replays once another one begins, in whose scope there are `scope` ranks,
+    and whether the one before it was fruitless."""
+    of_all = [evidence.progress for evidence in ranks]
+    fruitless, widest = max(p.fruitless for p in of_all), max(p.widest for p in of_all)
+    before, reached = max(p.before for p in of_all), max(line, *(p.reached for p in of_all))
+    return ReplayProgress(
+        fruitless=fruitless + (widest > 0 and scope <= widest and reached <= before),
+        widest=max(widest, scope),
+        before=reached,
+        reached=reached,
+    )
 
 
 def _has_logged(evidence: ReplayEvidence, line: int, target: int) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk")
 SIMULATION = Path(__file__).resolve().parent
+UNIT_HELPERS = ROOT / "tests" / "unit" / "sdk" / "helpers"
 DAEMON = "daemon/holdfast_daemon"
 ENGINE = f"{DAEMON}/engine"
 MOE = "trainer_sdk/holdfast/_moe"
@@ -32,6 +33,7 @@ STATE = "trainer_sdk/holdfast/_state"
 FAILOVERS = "operator_side/reconciler/test_failing_over.py"
 SCHEDULES = 1500
 STAGE_SCHEDULES = 160
+RESHAPING_SCHEDULES = 40
 TIME_LIMIT_S = 1800
 """Far more than all schedules take: an engine that never returns is broken, too."""
 
@@ -51,6 +53,8 @@ class Mutant:
     """Whether the model of votes is to find it (`voting`), and not the simulation of daemons."""
     stages: bool = False
     """Whether the model of stages is to find it (`staging`), and not the simulation of daemons."""
+    reshapes: bool = False
+    """Whether the model of worlds of other sizes is to find it (`reshaping`)."""
     test: str = ""
     """Test below tests/unit that is to find it, and not the simulation."""
     enforced_by: str = ""
@@ -617,6 +621,39 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="stages: count each replay that is cut off, although the next scope is wider",
+        stages=True,
+        edits=(
+            (
+                "core/holdfast_core/protection/replaying.py",
+                "fruitless=fruitless + (widest > 0 and scope <= widest and reached <= before),",
+                "fruitless=fruitless + (widest > 0),",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: count no replay that is cut off",
+        test="core/protection/test_replaying.py",
+        edits=(
+            (
+                "core/holdfast_core/protection/replaying.py",
+                "if progress.fruitless >= FRUITLESS_MAX:",
+                "if False:",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: take a step that was repeated before for progress",
+        test="core/protection/test_replaying.py",
+        edits=(
+            (
+                "core/holdfast_core/protection/replaying.py",
+                "        before=reached,\n",
+                "        before=line,\n",
+            ),
+        ),
+    ),
+    Mutant(
         name="stages: send a rank back that a replica gives its state",
         test="core/protection/test_replaying.py",
         edits=(
@@ -672,10 +709,16 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        # Either rule alone keeps them out: an execution drops what the one before has logged, and
+        # logs all of its messages again, under their names.
         name="stages: replay from logs of a timeline that was given up",
         stages=True,
-        enforced_by="each execution of a step logs all of its messages again, under their names",
         edits=(
+            (
+                f"{ELASTIC}/boundary_log.py",
+                "        self._steps.clear()\n",
+                "",
+            ),
             (
                 f"{ELASTIC}/boundary_log.py",
                 "for late in [one for one in self._steps if one >= step]:",
@@ -685,6 +728,11 @@ MUTANTS = (
                 f"{ELASTIC}/boundary_log.py",
                 "        self._steps[step] = _Step()\n",
                 "        self._steps.setdefault(step, _Step())\n",
+            ),
+            (
+                f"{ELASTIC}/boundary_log.py",
+                "            step.sent[to, message.key] = message\n",
+                "            step.sent.setdefault((to, message.key), message)\n",
             ),
         ),
     ),
@@ -796,7 +844,7 @@ MUTANTS = (
     ),
     Mutant(
         name="windows: look for the frames of another world's ranks where one of them has its own",
-        test="sdk/restoring/test_other_world.py",
+        reshapes=True,
         edits=(
             (
                 f"{RESTORING}/other_windows.py",
@@ -807,7 +855,7 @@ MUTANTS = (
     ),
     Mutant(
         name="windows: read the frame of the step before in another world",
-        test="sdk/restoring/test_other_world.py",
+        reshapes=True,
         edits=(
             (
                 f"{RESTORING}/other_windows.py",
@@ -1325,15 +1373,18 @@ def survives(mutant: Mutant) -> str:
             command = ["-m", "voting"]
         if mutant.stages:
             command = ["-m", "staging", "--count", str(STAGE_SCHEDULES)]
+        if mutant.reshapes:
+            command = ["-m", "reshaping", "--count", str(RESHAPING_SCHEDULES)]
         if mutant.test:
             test = str(ROOT / "tests" / "unit" / mutant.test)
             command = ["-m", "pytest", "-qx", "-n0", "-p", "no:cacheprovider", test]
         command += ["--tier"] if mutant.tier else []
         command += ["--worlds"] if mutant.worlds else []
+        paths = [*copies, str(SIMULATION), str(UNIT_HELPERS)]
         try:
             result = subprocess.run(
                 [sys.executable, "-P", *command],
-                env={**os.environ, "PYTHONPATH": ":".join([*copies, str(SIMULATION)])},
+                env={**os.environ, "PYTHONPATH": ":".join(paths)},
                 capture_output=True,
                 text=True,
                 check=False,

@@ -1,10 +1,16 @@
 """Model of a pipeline whose stages are lost: the SDK's loop, windows, logs and replays, in threads.
 
-Four or six ranks train in two to four stages, each in a thread of its own with a real session, real
-boundaries and real snapshots; what is played is the world: messages, deaths, and when a window is
-protected. One seed decides who dies when, together or one after another, in a step, a replay or a
-restore, and what a replay does wrong. After every completed step each rank must have the bytes of
-an undisturbed run; a stage whose neighbours have logged enough must repeat steps alone.
+Four to eight ranks train in two to six stages, each in a thread of its own with a real session,
+real boundaries and real snapshots; what is played is the world: messages, deaths, and when a window
+is protected. One seed decides who dies when, single ranks or nodes of two, together or one after
+another, in a step, a replay or a restore, and what a replay does wrong. Some stages have experts
+that only some of their ranks hold, and some pipelines are rings, in which each rank has two parts
+of the model. After every completed step each rank must have the bytes of an undisturbed run; a
+stage whose neighbours have logged enough must repeat steps alone.
+
+In some schedules a step that is executed again, in place of one that was cut off or given up, gets
+other data, as from a loader that draws anew. Then each rank must have the bytes of a run in which
+all steps had the data of their last executions, and only a replay has the data of the first one.
 
 Some schedules have a snapshot of all at every n-th step in place of windows. Others have shards in
 place of stages, too: each rank holds a layer that nobody else has. Then lost ranks must restore
@@ -21,7 +27,7 @@ import random
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,18 +59,24 @@ from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_core.topology import Topology
 
 RANKS, MICROBATCHES, WIDTH = 4, 2, 3
-"""Ranks of most schedules; those of `WIDE` have more."""
+"""Ranks of most schedules; some have more."""
 STEPS_MAX = 36
 """Most steps of a schedule."""
 ROOM = 1 << 20
 """Bytes for logs that never make room."""
 WAIT_S = 20.0
-REPLAYS_MAX = 3
-"""Replays of a step after which all ranks go back."""
+FRUITLESS_MAX = 3
+"""Replays of a step that lead no further, after which all ranks go back."""
 PARTS = Topology(dp=1, tp=2, pp=2)
 """Stages whose ranks hold different parts, so that one that is lost takes the other back."""
 WIDE = Topology(dp=2, pp=3)
 """Three stages of replicas, so that one can be lost while another one has a live replica left."""
+LONG = Topology(dp=1, pp=6)
+"""So many stages that a scope can widen again and again."""
+EXPERTS = Topology(dp=2, ep=2, pp=3)
+"""Stages in which each rank has experts that nobody else has."""
+SPREAD = Topology(dp=4, ep=2, pp=2)
+"""Stages in which two ranks have the same experts, on different nodes if these have two ranks."""
 POINTS = ("forward", "backward", "reduce", "sum", "vote", "optimizer", "settle", "restore")
 """Where a rank may die: before the call of that name."""
 ENDED = "the training world has ended"
@@ -113,6 +125,14 @@ class Schedule:
     """What a restore of a window repeats."""
     every: int = 0
     """Steps from one snapshot of all to the next; 0 for windows."""
+    ring: bool = False
+    """Whether each rank has two parts of the model, and the last stage sends to the first one."""
+    per_node: int = 1
+    """Ranks of a node; those of one are often lost together."""
+    redraws: bool = False
+    """Whether a step gets other data each time that it is executed, but in a replay."""
+    draws: tuple[int, ...] = ()
+    """Numbers of the data of all steps, where nothing is lost; empty where all are 0."""
 
     @property
     def shards(self) -> bool:
@@ -120,19 +140,47 @@ class Schedule:
         return self.topology.pp == 1
 
     @classmethod
+    def of_two_timelines(cls, seed: int) -> Schedule:
+        """All ranks go back, in their processes, and train on with other data. Then a stage is
+        lost, before anything newer is protected."""
+        first, second = random.Random(seed).sample(range(RANKS), 2)
+        return cls(
+            seed=seed,
+            topology=Topology(dp=1, pp=RANKS),
+            window=3,
+            steps=10,
+            every=4,
+            losses=(
+                Loss(step=7, point="reduce", victims=(first,), diverges=True),
+                Loss(step=8, point="reduce", victims=(second,)),
+            ),
+            redraws=True,
+        )
+
+    @classmethod
     def of(cls, seed: int) -> Schedule:
         rng = random.Random(seed)
-        topology = rng.choice((*[Topology(dp=1, pp=4)] * 4, Topology(dp=2, pp=2), PARTS, WIDE))
+        if seed % 16 == 5:
+            return cls.of_two_timelines(seed)
+        small = (*[Topology(dp=1, pp=4)] * 4, Topology(dp=2, pp=2), PARTS)
+        topology = rng.choice((*small, *small, WIDE, WIDE, EXPERTS, SPREAD, LONG))
         window, count = rng.choice((2, 3, 4)), rng.choice((1, 2, 2, 3))
+        widens = topology == LONG and rng.random() < 0.7
+        count = rng.choice((4, 5)) if widens else count
+        per_node = rng.choice((1, 2))
         losses: list[Loss] = []
         every = rng.choice((0, 0, 0, 4))
         step = rng.choice((2, window + 2, window + 3))
-        step = max(step, every + 2) if every else step  # something is protected
+        if every or widens:  # something is protected
+            step = max(step, every + 2 if every else window + 2)
         for _ in range(count):
-            loss = _loss(rng, step + rng.choice((0, 0, 1, 2, window)), topology)
+            at = step + rng.choice((0, 0, 1, 2, window))
+            loss = _loss(rng, at, topology, per_node)
             kind = rng.random()
             everyone = losses and len(losses[-1].victims) == topology.world_size
-            if losses and (kind < 0.3 or everyone):  # within the replay
+            if widens:
+                loss = _loss_beside(rng, loss, losses, topology)
+            elif losses and (kind < 0.3 or everyone):  # within the replay
                 loss = replace(loss, step=2)
                 if not everyone and kind < 0.2:  # by one of those that repeat steps
                     loss = _loss_again(rng, loss, losses[-1])
@@ -146,10 +194,13 @@ class Schedule:
             window=window,
             steps=step + 2 * window + 2,
             losses=tuple(losses),
-            log_bytes=ROOM if rng.random() < 0.8 else rng.choice((200, 1000)),
+            log_bytes=ROOM if rng.random() < 0.8 or widens else rng.choice((200, 1000)),
             repeats=rng.choice(tuple(Repeats)),
             log_received=rng.random() < 0.5,
             every=every,
+            ring=rng.random() < 0.25,
+            per_node=per_node,
+            redraws=rng.random() < 0.3,
         )
 
     @classmethod
@@ -174,10 +225,17 @@ class Schedule:
         )
 
 
-def _loss(rng: random.Random, step: int, topology: Topology, *, lies: bool = True) -> Loss:
+def _loss(
+    rng: random.Random, step: int, topology: Topology, per_node: int = 1, *, lies: bool = True
+) -> Loss:
     ranks = range(topology.world_size)
     victims = tuple(rng.sample(ranks, rng.choice((1, 1, 1, 1, 2, 2, len(ranks)))))
-    if topology == WIDE and rng.random() < 0.6:  # a stage, and perhaps a rank of another one
+    if per_node > 1 and rng.random() < 0.5:  # nodes
+        nodes = rng.sample(range(len(ranks) // per_node), rng.choice((1, 1, 2)))
+        victims = tuple(node * per_node + lane for node in nodes for lane in range(per_node))
+    elif (
+        topology in (WIDE, EXPERTS, SPREAD) and rng.random() < 0.6
+    ):  # a stage, and perhaps a rank of another one
         stage = rng.randrange(topology.pp) * topology.dp
         lost = range(stage, stage + topology.dp)
         more = rng.sample([rank for rank in ranks if rank not in lost], rng.choice((0, 1, 1)))
@@ -208,6 +266,19 @@ def _loss_again(rng: random.Random, loss: Loss, before: Loss) -> Loss:
     )
 
 
+def _loss_beside(
+    rng: random.Random, loss: Loss, before: Sequence[Loss], topology: Topology
+) -> Loss:
+    """A loss of one more stage than all those `before`, when a rank of these repeats steps."""
+    lost = {rank for one in before for rank in one.victims}
+    more = rng.choice([rank for rank in range(topology.world_size) if rank not in lost])
+    plain = replace(loss, corrupts=False, diverges=False, lies="", unseen=frozenset())
+    if not lost:
+        return replace(plain, victims=(more,), point="reduce")
+    first = rng.choice(sorted(lost))
+    return replace(plain, step=2, victims=(first, more), point=rng.choice(("forward", "sum")))
+
+
 @dataclass(eq=False)
 class Process:
     """One trainer."""
@@ -224,8 +295,24 @@ class Process:
     """Newest step that it has completed in its life."""
     repeats_in: int = 0
     """Newest epoch in which it repeats steps alone."""
+    repeated: int = 0
+    """Newest step that it has repeated alone, since all have completed one."""
+    draw: int = 0
+    """Number of the data of the step that it executes."""
     first_in: dict[int, int] = field(default_factory=dict)
     """Epoch → the first step that it began there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completed:
+    """A step that a rank has completed where data are drawn anew."""
+
+    rank: int
+    step: int
+    draws: tuple[int, ...]
+    """Numbers of the data of all steps up to this one."""
+    digest: int
+    epoch: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +346,10 @@ class Cluster:
         self.failures: list[BaseException] = []
         self.states: dict[tuple[int, int], int] = {}
         """(Rank, step) → digest of the state after it."""
+        self.completed: list[Completed] = []
+        """All completed steps, where data are drawn anew."""
+        self._drawn: dict[int, int] = {}
+        """Step → number of the data of its newest execution that was no replay."""
         self.recoveries: dict[int, Recovery] = {}
         """Epoch → the loss that led to it."""
         self.diverging: set[int] = set()
@@ -274,11 +365,17 @@ class Cluster:
         self._lines: dict[int, Generation | None] = {}
         self._settled = 0
         """Newest step that all ranks have completed since the last loss."""
+        self._settled_in = self._first_settled = 0
+        """Newest epoch in which all ranks have completed a step, and the first such step."""
         self._repeating = frozenset[int]()
         """Stages that repeat steps alone since the last loss; empty when all ranks have completed a
         step since then."""
-        self._replays = 0
-        """Losses since then that have led to a replay."""
+        self._fruitless = 0
+        """Most replays since then that may count as fruitless."""
+        self._reached = 0
+        """Newest step since then that a replay has begun."""
+        self._reached_before = 0
+        """The same at the loss before."""
         self._returns_logs = False
         """Whether some ranks may not yet have got their logs back."""
         self._has_late_logs = False
@@ -360,10 +457,12 @@ class Cluster:
     def _expected(self, loss: Loss, living: Sequence[Process]) -> tuple[str, frozenset[int]]:
         """Where `loss` is to lead, if that is plain; see `Recovery`."""
         stages = [self.topology.coordinates(rank).pp for rank in loss.victims]
-        whole = self.topology.dp * self.topology.tp
-        lacking = frozenset(one for one in stages if stages.count(one) == whole)
-        if self.topology == PARTS:
-            lacking = frozenset(stages)
+        gone = set(loss.victims)
+        lacking = frozenset(
+            self.topology.coordinates(rank).pp
+            for rank in gone
+            if gone.issuperset(self.topology.expert_replicas(rank))
+        )
         # Those of a replay that is cut off lack their state as well.
         repeating, self._repeating = self._repeating, frozenset()
         lacking |= repeating
@@ -373,30 +472,40 @@ class Cluster:
             return self._expected_of_shards(loss), frozenset()
         # A rank that is lost elsewhere has lost its log, which a neighbour would need.
         given, scope = set(stages) - lacking, set(lacking)
-        while joining := {one for one in given - scope if scope & {one - 1, one + 1}}:
+        while joining := {one for one in given - scope if scope & self._stages_beside(one)}:
             scope |= joining
         lacking = frozenset(scope)
+        # A replay that is cut off counts unless it certainly leads further than those before.
+        further = max(one.repeated for one in living) > self._reached_before
+        self._reached_before = self._reached
+        self._fruitless += bool(repeating) and lacking == repeating and not further
         late = self._has_late_logs or (not self._settled and self._returns_logs)
         self._has_late_logs = late or self._loses_logs(loss, scope)
         self._returns_logs = bool(given - scope)
         doubtful = loss.corrupts or loss.diverges or loss.lies or self.lied or (late and lacking)
-        known = self._settled or (repeating and self._replays < REPLAYS_MAX)
+        known = self._settled or (repeating and self._fruitless < FRUITLESS_MAX)
         if not known or self.schedule.log_bytes < ROOM or doubtful:
             return "", lacking
         if not lacking:
             return "live", lacking
         if len(lacking) < self.topology.pp:
-            self._repeating, self._replays = lacking, self._replays + 1
+            self._repeating = lacking
             return "alone", lacking
-        # Unless training is repeated, the line may be of the step that the others have. Besides, a
-        # replay may just have ended.
+        # The line may be of the step that the others have: unless training is repeated, and after
+        # the first save of an epoch, which captures everything. Besides, a replay may just have
+        # ended.
         repeats = self.schedule.repeats is Repeats.TRAINING and not self.schedule.every
-        return "global" if repeats and self._settled else "", lacking
+        return "global" if repeats and self._settled > self._first_settled else "", lacking
+
+    def _stages_beside(self, stage: int) -> set[int]:
+        """The stages with which `stage` exchanges messages; perhaps some that do not exist."""
+        count = self.topology.pp
+        return {pp % count if self.schedule.ring else pp for pp in (stage - 1, stage + 1)}
 
     def _loses_logs(self, loss: Loss, scope: Collection[int]) -> bool:
         """Whether ranks outside the `scope` lose their logs for good."""
         for rank in loss.victims:
-            beside = set(pipeline_neighbours(rank, self.topology))
+            beside = set(pipeline_neighbours(rank, self.topology, self.schedule.ring))
             returned = self.schedule.log_received and not beside & set(loss.victims)
             if self.topology.coordinates(rank).pp not in scope and not returned:
                 return True
@@ -485,8 +594,11 @@ class Cluster:
         with self.changed:
             self.counts[event] += 1
 
-    def begins(self, process: Process, epoch: int, step: int) -> None:
+    def begins(self, process: Process, epoch: int, step: int, *, alone: bool) -> None:
         """Check where a process goes on in an epoch."""
+        if alone:
+            with self.changed:
+                self._reached = max(self._reached, step)
         if epoch in process.first_in:
             return
         process.first_in[epoch] = step
@@ -509,10 +621,22 @@ class Cluster:
             )
             self.count(recovery.expected)
 
+    def draw(self, process: Process, epoch: int, step: int, *, again: bool) -> int:
+        """Number of the data of a step: that of the execution before if it is executed `again`, and
+        is to lead to the same state."""
+        if not self.schedule.redraws:
+            return self.schedule.draws[step - 1] if self.schedule.draws else 0
+        with self.changed:
+            self._live_or_die(process)
+            if not again:
+                self._drawn[step] = epoch
+            return self._drawn[step]
+
     def completes(self, process: Process, epoch: int, step: int, *, alone: bool) -> None:
         """Check what a process has after a step that it has completed."""
         assert process.session is not None
         process.completed = max(step, process.completed or 0)
+        process.repeated = step if alone else process.repeated
         inner = process.session._session
         assert isinstance(inner, ProtectedSession)
         if inner.repeats:
@@ -521,9 +645,17 @@ class Cluster:
         digest = digest_of(inner)
         if alone and (epoch in self.diverging or self.lied):
             return  # what it has computed is compared when the replay ends
-        if self.schedule.losses:
-            wanted = undisturbed(self.topology, self.schedule.window, self.schedule.every)
-            assert digest == wanted[process.rank, step], (
+        if self.schedule.redraws:
+            with self.changed:
+                if process.alive:  # otherwise others may have gone on meanwhile
+                    draws = tuple(self._drawn[one] for one in range(1, step + 1))
+                    self.completed.append(
+                        Completed(
+                            rank=process.rank, step=step, draws=draws, digest=digest, epoch=epoch
+                        )
+                    )
+        elif self.schedule.losses:
+            assert digest == undisturbed(self.schedule)[process.rank, step], (
                 f"rank {process.rank} has another state after step {step} in epoch {epoch}"
             )
         self.states[process.rank, step] = digest
@@ -556,8 +688,13 @@ class Cluster:
                 for one in self.processes.values()
             )
             self._settled = 0 if frozen else step
+            if self._settled and self._settled_in != epoch:
+                self._settled_in, self._first_settled = epoch, step
             if self._settled:
-                self._repeating, self._replays, self._returns_logs = frozenset(), 0, False
+                self._repeating, self._returns_logs = frozenset(), False
+                self._fruitless = self._reached = self._reached_before = 0
+                for one in self.processes.values():
+                    one.repeated = 0
 
 
 class PlayedGroup:
@@ -572,10 +709,17 @@ class PlayedGroup:
         tensor.copy_(functools.reduce(torch.add, parts))
 
 
+class Transfer:
+    """A message that is sent or received at the latest when somebody waits for it."""
+
+    def __init__(self, complete: Callable[[], None]) -> None:
+        self.wait = complete
+
+
 class PipelineWorld:
     """The part of `World` that a session and a pipeline use."""
 
-    stays, nproc, any_size = True, 1, False
+    stays, any_size = True, False
     failure: Exception | None = None
     groups_stay = False
 
@@ -583,7 +727,7 @@ class PipelineWorld:
         self._cluster, self._process, self.rank = cluster, process, process.rank
         self.epoch, self._met, self._rounds, self._left = 0, 0, 0, True
         self._calls: Counter[tuple[Any, ...]] = Counter()
-        self.size = cluster.topology.world_size
+        self.size, self.nproc = cluster.topology.world_size, cluster.schedule.per_node
         process.world = self
         self.verdict = self.stand(RankStanding())
         while self.verdict.action is StandingAction.FORWARD:
@@ -662,6 +806,13 @@ class PipelineWorld:
         data = self._cluster.take(self._process, self.epoch, source)
         flat.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
+    def start_send(self, flat: torch.Tensor, to: int) -> Transfer:
+        self.send(flat, to)
+        return Transfer(lambda: None)
+
+    def start_receive(self, flat: torch.Tensor, source: int) -> Transfer:
+        return Transfer(lambda: self.receive(flat, source))
+
     def add_up(self, tensor: torch.Tensor) -> None:
         tensor.copy_(functools.reduce(torch.add, self.gather("sum", tensor.clone())))
 
@@ -731,20 +882,44 @@ class Position:
 
 
 class Stage(nn.Module):
-    """As many equal units as a window has steps."""
+    """As many equal units as a window has steps, and perhaps an expert.
 
-    def __init__(self, units: int, stage: int) -> None:
+    Args:
+        expert: number of the expert; None for none.
+        exchange: adds up what the experts of all ranks of the stage have computed.
+    """
+
+    def __init__(
+        self,
+        units: int,
+        stage: int,
+        expert: int | None = None,
+        exchange: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(units))
-        generator = torch.Generator().manual_seed(stage)  # threads share torch's own
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.uniform_(-0.5, 0.5, generator=generator)
+        _draw_weights(self, stage)
+        self.expert, self._exchange = None, exchange
+        if expert is not None:
+            self.expert = nn.Linear(WIDTH, WIDTH)
+            _draw_weights(self.expert, 100 * (1 + stage) + expert)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
+    def forward(self, x: torch.Tensor, part: slice = slice(None)) -> torch.Tensor:
+        """Compute a part of the units, and with the last of them the expert."""
+        layers = self.layers[part]
+        for layer in layers:
             x = torch.tanh(layer(x)) + x
+        if self.expert is not None and layers[-1] is self.layers[-1]:
+            own = torch.tanh(self.expert(x))
+            x = x + self._exchange(own.detach()) + own - own.detach()
         return x
+
+
+def _draw_weights(module: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)  # threads share torch's own
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.uniform_(-0.5, 0.5, generator=generator)
 
 
 class Shards(Stage):
@@ -763,8 +938,11 @@ OF_RANK = [
 """What no other rank has of `Shards`."""
 
 
-def unit_of(name: str, tensor: torch.Tensor) -> UnitKey:
+def unit_of(expert: int, name: str, tensor: torch.Tensor) -> UnitKey:
+    """The unit of a parameter of the rank whose expert has this number."""
     del tensor
+    if name.startswith("expert."):
+        return UnitKey(0, UnitKind.EXPERT, expert)
     return UnitKey(int(name.split(".")[1]), UnitKind.DENSE)
 
 
@@ -829,7 +1007,7 @@ def make_session(
         rank=world.rank,
         job="j",
         topology=cluster.topology,
-        units=unit_of,
+        units=functools.partial(unit_of, cluster.topology.coordinates(world.rank).ep),
         private=OF_RANK if shards else [],
         settings=holdfast.Settings(
             policy=Full()
@@ -888,6 +1066,48 @@ def settle(cluster: Cluster, process: Process, session: ElasticSession, step: in
     cluster.protects(process.world.epoch)
 
 
+class Line:
+    """The channels of a stage that has one part of the model."""
+
+    parts = (slice(None),)
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.send_activation = pipeline.send_activation
+        self.receive_activation = pipeline.receive_activation
+        self.send_gradient = pipeline.send_gradient
+        self.receive_gradient = pipeline.receive_gradient
+
+
+class Ring:
+    """The channels of a stage that has two parts of the model, as schedules of torch use them."""
+
+    parts = (slice(0, 1), slice(1, None))
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline, topology = pipeline, pipeline.topology
+        at = topology.coordinates(pipeline.world.rank)
+        self._before, self._after = (
+            topology.rank_at(dp=at.dp, tp=at.tp, pp=pp % topology.pp)
+            for pp in (at.pp - 1, at.pp + 1)
+        )
+
+    def send_activation(self, microbatch: int, tensor: torch.Tensor) -> None:
+        del microbatch
+        self._pipeline.start_send(self._after, tensor)()
+
+    def receive_activation(self, microbatch: int, into: torch.Tensor) -> None:
+        del microbatch
+        self._pipeline.start_receive(self._before, into)()
+
+    def send_gradient(self, microbatch: int, tensor: torch.Tensor) -> None:
+        del microbatch
+        self._pipeline.start_send(self._before, tensor)()
+
+    def receive_gradient(self, microbatch: int, into: torch.Tensor) -> None:
+        del microbatch
+        self._pipeline.start_receive(self._after, into)()
+
+
 def run_step(
     cluster: Cluster,
     process: Process,
@@ -901,36 +1121,41 @@ def run_step(
     position.step += 1
     step, at = position.step, cluster.topology.coordinates(process.rank)
     wrong = world.epoch in cluster.diverging and process.session._replaying is not None
-    outputs, inputs = [], []
-    for m in range(MICROBATCHES):
-        cluster.at("forward", process, step)
-        x = torch.zeros(2, WIDTH)
-        if pipeline.is_first:
-            x += torch.arange(2 * WIDTH).view(2, WIDTH) / 7 + step / 5 + (at.dp + at.tp) / 3 - m / 2
-        else:
-            pipeline.receive_activation(m, x)
-        inputs.append(x.requires_grad_(not pipeline.is_first))
-        outputs.append(model(x) * (1.5 if wrong else 1.0))
-        if not pipeline.is_last:
-            pipeline.send_activation(m, outputs[-1])
-    for m, out in enumerate(outputs):
+    channels = Ring(pipeline) if cluster.schedule.ring else Line(pipeline)
+    passes: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
+    for turn, part in enumerate(channels.parts):
+        for m in range(MICROBATCHES):
+            cluster.at("forward", process, step)
+            x = torch.zeros(2, WIDTH)
+            begins = pipeline.is_first and turn == 0
+            if begins:
+                x += torch.arange(2 * WIDTH).view(2, WIDTH) / 7 + step / 5 + (at.dp + at.tp) / 3
+                x += process.draw / 11 - m / 2
+            else:
+                channels.receive_activation(m, x)
+            x.requires_grad_(not begins)
+            out = model(x, part) * (1.5 if wrong else 1.0)
+            passes.append((turn, m, x, out))
+            if not (pipeline.is_last and turn == len(channels.parts) - 1):
+                channels.send_activation(m, out)
+    for turn, m, x, out in sorted(passes, key=lambda one: (-one[0], one[1])):
         cluster.at("backward", process, step)
         gradient = torch.zeros(2, WIDTH)
-        if pipeline.is_last:
+        if pipeline.is_last and turn == len(channels.parts) - 1:
             gradient += out.detach() / (1 + m)
         else:
-            pipeline.receive_gradient(m, gradient)
+            channels.receive_gradient(m, gradient)
         out.backward(gradient)
-        if not pipeline.is_first:
-            entering = inputs[m].grad
-            assert entering is not None
-            pipeline.send_gradient(m, entering)
+        if x.grad is not None:
+            channels.send_gradient(m, x.grad)
     cluster.at("reduce", process, step)
     squares = torch.zeros(1)
-    group: Any = pipeline.group
-    for parameter in model.parameters():
-        group.add_up(parameter.grad)
-        squares += parameter.grad.square().sum() if parameter.grad is not None else 0
+    stage: Any = pipeline.group
+    experts = PlayedGroup(world, cluster.topology.expert_replicas(process.rank))
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        (experts if name.startswith("expert.") else stage).add_up(parameter.grad)
+        squares += parameter.grad.square().sum()
     cluster.at("sum", process, step)
     norm = pipeline.add_up(squares).sqrt()
     for parameter in model.parameters():
@@ -974,8 +1199,16 @@ def train(cluster: Cluster, process: Process) -> None:
     """One process."""
     schedule = cluster.schedule
     world: Any = PipelineWorld(cluster, process)
-    at = cluster.topology.coordinates(process.rank)
-    model = Shards(process.rank) if schedule.shards else Stage(schedule.window, at.pp)
+    at, ranks = cluster.topology.coordinates(process.rank), range(cluster.topology.world_size)
+    beside = [rank for rank in ranks if cluster.topology.coordinates(rank).pp == at.pp]
+    model: Stage = Shards(process.rank)
+    if not schedule.shards:
+        model = Stage(
+            schedule.window,
+            at.pp,
+            at.ep if cluster.topology.ep > 1 else None,
+            lambda own: functools.reduce(torch.add, world.gather("tokens", own, beside)),
+        )
     position, run = Position(), run_step_of_shards if schedule.shards else run_step
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
@@ -987,6 +1220,7 @@ def train(cluster: Cluster, process: Process) -> None:
             log_bytes=schedule.log_bytes,
             log_received=schedule.log_received,
         )
+        process.pipeline.is_ring = schedule.ring
     session = process.session = ElasticSession(
         world,
         lambda: make_session(cluster, process, model, optimizer, stateful),
@@ -1000,7 +1234,9 @@ def train(cluster: Cluster, process: Process) -> None:
         frozen = session._session.repeats
         process.repeats_in = world.epoch if alone else process.repeats_in
         with step:
-            cluster.begins(process, world.epoch, int(step))
+            cluster.begins(process, world.epoch, int(step), alone=alone)
+            again = alone or frozen
+            process.draw = cluster.draw(process, world.epoch, int(step), again=again)
             settle(cluster, process, session, int(step))
             run(cluster, process, model, optimizer, position)
             scheduler.step()
@@ -1017,18 +1253,47 @@ def train(cluster: Cluster, process: Process) -> None:
 # --- schedules ------------------------------------------------------------------------------------
 
 
+def undisturbed(schedule: Schedule, draws: tuple[int, ...] = ()) -> dict[tuple[int, int], int]:
+    """State of each rank after each step of a run without losses, whose steps have the data of
+    these numbers."""
+    return _undisturbed(schedule.topology, schedule.window, schedule.every, schedule.ring, draws)
+
+
 @functools.cache
-def undisturbed(topology: Topology, window: int, every: int = 0) -> dict[tuple[int, int], int]:
-    """State of each rank after each step of a run without losses."""
-    schedule = Schedule(seed=-1, topology=topology, window=window, steps=STEPS_MAX, every=every)
+def _undisturbed(
+    topology: Topology, window: int, every: int, ring: bool, draws: tuple[int, ...]
+) -> dict[tuple[int, int], int]:
+    schedule = Schedule(
+        seed=-1,
+        topology=topology,
+        window=window,
+        steps=len(draws) or STEPS_MAX,
+        every=every,
+        ring=ring,
+        draws=draws,
+    )
     return play(schedule).states
+
+
+def check_drawn(cluster: Cluster) -> None:
+    """Check all steps that were completed, where data are drawn anew: each state has to be that of
+    a run whose steps have had the same data."""
+    longest: list[tuple[int, ...]] = []
+    for one in sorted(cluster.completed, key=lambda one: -one.step):
+        draws = next((each for each in longest if each[: one.step] == one.draws), None)
+        if draws is None:
+            longest.append(draws := one.draws)
+        assert one.digest == undisturbed(cluster.schedule, draws)[one.rank, one.step], (
+            f"rank {one.rank} has another state after step {one.step} in epoch {one.epoch}"
+        )
+    cluster.counts["drawn anew"] += len(longest) > 1
 
 
 def play(schedule: Schedule) -> Cluster:
     """Train through one schedule, and check it."""
+    if schedule.losses and not schedule.redraws:
+        undisturbed(schedule)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
-        if schedule.losses:
-            undisturbed(schedule.topology, schedule.window, schedule.every)
         ranks = range(schedule.topology.world_size)
         os.environ["WORLD_SIZE"] = str(len(ranks))
         cluster = Cluster(schedule, Path(path))
@@ -1041,6 +1306,7 @@ def play(schedule: Schedule) -> Cluster:
         raise cluster.failures[0]
     last = {rank for rank, step in cluster.states if step == schedule.steps}
     assert last == set(ranks), f"only ranks {sorted(last)} end"
+    check_drawn(cluster)
     return cluster
 
 

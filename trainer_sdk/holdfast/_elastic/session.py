@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -52,7 +53,7 @@ from holdfast_core.errors import (
     SaveFailedError,
     UnreachableError,
 )
-from holdfast_core.protection.replaying import ReplayPlan
+from holdfast_core.protection.replaying import ReplayPlan, ReplayProgress
 from holdfast_core.protection.standing import (
     RankStanding,
     StandingAction,
@@ -63,8 +64,6 @@ from holdfast_core.protection.standing import (
 from holdfast_core.snapshots.units import UnitKind
 
 _log = logging.getLogger("holdfast")
-_REPLAYS_MAX = 3
-"""Replays of one step, after which all ranks restore: replays themselves may end the world."""
 
 
 def check_staying(model: nn.Module, world: World) -> None:
@@ -269,8 +268,8 @@ class ElasticSession(Session):
         self._pipeline = pipeline
         self._replaying: ReplayPlan | None = None
         """The replay in which this rank repeats steps; None outside of a replay."""
-        self._replays = 0
-        """Replays by which the newest step was recovered, or should have been."""
+        self._progress = ReplayProgress()
+        """What this rank knows of the replays since the newest step of all ranks."""
         self._protected = 0
         """Step to which a restore of the newest protected generation leads back, as far as this
         process knows. Any thread."""
@@ -368,7 +367,7 @@ class ElasticSession(Session):
             return False
         # The step is complete. Note that before the save, so that it counts even if the world ends.
         self._hold(body)
-        self._replays = 0
+        self._progress = ReplayProgress()
         if self._world.ended:
             return False
         # Save, and perhaps move experts to other seats.
@@ -784,19 +783,20 @@ class ElasticSession(Session):
             The number of completed steps, or the reason why all ranks have to restore instead.
         """
         # Agree on who restores, and repeats which steps. A replay that is cut off is followed by
-        # another one, with the same logs, unless replays themselves seem to end the world.
+        # another one, with the same logs, while that leads further.
         session, pipeline = self._session, self._pipeline
-        logged = None if self._replays == _REPLAYS_MAX else pipeline
         step = None if held.alone else held.step
         replicated = verdict.sources
-        plan = agree_on_replay(session, logged, self._exchange, step, held.torn, replicated)
+        plan = agree_on_replay(
+            session, pipeline, self._exchange, step, held.torn, self._progress, replicated
+        )
         if isinstance(plan, str):
-            return plan if logged is pipeline else f"{_REPLAYS_MAX} replays were cut off: {plan}"
+            return plan
         # Collect the messages that the others have logged, if there are steps to repeat.
         repeats = plan.line < plan.target
         replay: BoundaryReplay | None = None
         if repeats and pipeline is not None:
-            self._replays += 1
+            self._progress = plan.progress
             given = hand_over_logs(plan, pipeline, self._exchange, self._world.rank)
             if isinstance(given, str):
                 return given
@@ -840,6 +840,7 @@ class ElasticSession(Session):
             return False
         self._session.on_step_repeated(body.step)
         self._hold(body)
+        self._note_repeated(body.step)
         if self._world.ended:
             return False
         if body.step < plan.target:
@@ -853,6 +854,10 @@ class ElasticSession(Session):
         if step != plan.target:
             self._restored = step
         return step == plan.target
+
+    def _note_repeated(self, step: int) -> None:
+        reached = max(step, self._progress.reached)
+        self._progress = msgspec.structs.replace(self._progress, reached=reached)
 
     def _end_replay(self, plan: ReplayPlan, problem: str = "") -> int:
         """Wait until all lost ranks have reached the step of the others, and continue with it. If a
@@ -874,6 +879,7 @@ class ElasticSession(Session):
         repeated_after = plan.line if self._world.rank in plan.scope else None
         if not problems and self._session.end_replay(plan.target, repeated_after):
             self._held = HeldState(plan.target)
+            self._note_repeated(plan.target)
             return plan.target
         # Some state differs: restore on all ranks, with new sessions in the same world.
         self._session.close()

@@ -22,6 +22,7 @@ from holdfast_core.protection.replaying import (
     NO_LINE,
     ReplayEvidence,
     ReplayPlan,
+    ReplayProgress,
     decode_evidence,
     encode_evidence,
     pipeline_neighbours,
@@ -38,6 +39,7 @@ def agree_on_replay(
     exchange: Exchange,
     step: int | None,
     torn: str,
+    progress: ReplayProgress,
     replicated: Collection[int] = (),
 ) -> ReplayPlan | str:
     """Agree on a replay, or on the reason why all ranks must restore the line. Collective.
@@ -46,6 +48,7 @@ def agree_on_replay(
         pipeline: holds the logs of this rank; None if it has none that could be used.
         step: step whose state this rank has; None for a new process.
         torn: why that state is not whole; empty if it is.
+        progress: what this rank knows of the replays before.
         replicated: lost ranks whose state live ranks can give them; equal on all ranks.
 
     Raises:
@@ -63,6 +66,7 @@ def agree_on_replay(
         whole=whole,
         window=window,
         topology="" if session.holds is None else str(session.holds.topology),
+        progress=progress,
         problem=torn or problem,
     )
     if pipeline is not None:

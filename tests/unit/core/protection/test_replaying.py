@@ -13,9 +13,11 @@ import msgspec
 import pytest
 
 from holdfast_core.protection.replaying import (
+    FRUITLESS_MAX,
     NO_LINE,
     ReplayEvidence,
     ReplayPlan,
+    ReplayProgress,
     pipeline_neighbours,
     plan_replay,
 )
@@ -116,7 +118,8 @@ TO_16 = [
     Topology(dp=dp, ep=ep, tp=tp, pp=pp)
     for dp, tp, pp in itertools.product(range(1, 17), repeat=3)
     if dp * tp * pp <= 16
-    for ep in {1, dp}
+    for ep in range(1, dp + 1)
+    if dp % ep == 0
 ]
 
 
@@ -184,10 +187,61 @@ def replicas_left(topology: Topology, rank: int, without: set[int]) -> set[int]:
     return same - without
 
 
+def check_scope(
+    topology: Topology, gone: set[int], short: set[int], ring: bool, what: str
+) -> tuple[int, int] | None:
+    """Compare the plan after the loss of `gone` with the smallest scope, where the logs of `short`
+    do not reach back to the line.
+
+    Returns:
+        The ranks in the scope less those lost, and the ranks that get their state live; None where
+        nothing has to be repeated.
+    """
+    ranks = range(topology.world_size)
+    said = [
+        msgspec.structs.replace(
+            lost(topology) if rank in gone else kept(topology),
+            ring=ring,
+            logged_from=LINE + 2 if rank in short else 1,
+        )
+        for rank in ranks
+    ]
+    replicated = {rank for rank in gone if replicas_left(topology, rank, gone)}
+    if gone == replicated:
+        return None
+    plan = plan_replay(said, replicated)
+    best = smallest_scope(said, topology, replicated) if len(gone) < len(ranks) else None
+    assert (set(plan.scope) if isinstance(plan, ReplayPlan) else None) == best, what
+    given = plan.given if isinstance(plan, ReplayPlan) else ()
+    assert isinstance(plan, str) or set(given) == gone - set(plan.scope), what
+    return len(best or ()) - len(gone), len(given)
+
+
+@pytest.mark.parametrize(
+    "ranks", [*range(2, 9), *(pytest.param(n, marks=pytest.mark.slow) for n in range(9, 17))]
+)
+def test_whichever_nodes_are_lost_the_scope_is_the_smallest(ranks: int) -> None:
+    """With one and two ranks a node, in pipelines and rings: all sets of nodes of up to eight
+    ranks, and of up to six also where some rank has dropped its log; one node or two of more."""
+    checked = 0
+    for topology, per_node, ring in itertools.product(TO_16, (1, 2), (False, True)):
+        if topology.world_size != ranks or ranks % per_node:
+            continue
+        nodes = ranks // per_node
+        for count in range(1, nodes if ranks <= 8 else min(2, nodes - 1) + 1):
+            for lost_nodes in itertools.combinations(range(nodes), count):
+                gone = {rank for rank in range(ranks) if rank // per_node in lost_nodes}
+                shorts = [set(), *({rank} for rank in range(ranks) if ranks <= 6)]
+                for short in shorts:
+                    what = f"{topology}, nodes {lost_nodes} of {per_node}, short {short}"
+                    checked += check_scope(topology, gone, short, ring, what) is not None
+    assert checked
+
+
 @pytest.mark.parametrize("ring", [False, True], ids=["line", "ring"])
 def test_the_scope_is_the_smallest_that_can_be_recovered(ring: bool) -> None:
-    """Losses of ranks, and of nodes with two of them, with or without live replicas, where some of
-    the others have dropped logs; against every set of ranks."""
+    """Random losses of ranks, and of nodes with two of them, with or without live replicas, where
+    some of the others have dropped logs; against every set of ranks."""
     planned, given = Counter[int](), Counter[int]()
     for topology in TO_16:
         ranks = topology.world_size
@@ -200,26 +254,11 @@ def test_the_scope_is_the_smallest_that_can_be_recovered(ring: bool) -> None:
                 stage = rng.randrange(topology.pp)
                 gone |= {rank for rank in range(ranks) if topology.coordinates(rank).pp == stage}
             short = {rank for rank in range(ranks) if rng.random() < rng.choice((0, 0.2))}
-            said = [
-                msgspec.structs.replace(
-                    lost(topology) if rank in gone else kept(topology),
-                    ring=ring,
-                    **({"logged_from": LINE + 2} if rank in short else {}),
-                )
-                for rank in range(ranks)
-            ]
-            replicated = {rank for rank in gone if replicas_left(topology, rank, gone)}
-            if gone == replicated:  # nothing has to be repeated
-                continue
-            plan = plan_replay(said, replicated)
-            best = smallest_scope(said, topology, replicated) if len(gone) < ranks else None
-            assert (set(plan.scope) if isinstance(plan, ReplayPlan) else None) == best, (
-                f"{topology}, seed {seed}"
-            )
-            if isinstance(plan, ReplayPlan):
-                assert set(plan.given) == gone - set(plan.scope)
-                given[len(plan.given)] += 1
-            planned[len(best or ()) - len(gone)] += 1
+            planned_scope = check_scope(topology, gone, short, ring, f"{topology}, seed {seed}")
+            if planned_scope is not None:
+                more, live = planned_scope
+                planned[more] += 1
+                given[live] += 1
     # Losses of whole stages, of parts of stages, and all that nobody can repeat alone.
     assert planned[0] > 50 and planned[1] > 50 and planned[2] > 20, planned
     assert sum(count for more, count in planned.items() if more < 0) > 100, planned
@@ -271,6 +310,88 @@ def test_copies_at_receivers_spare_stages_after_a_rank_was_replaced() -> None:
             gains["at once, equal" if same else "at once, smaller"] += 1
     assert gains["fewer go back"] > 50 and gains["some do not go back"] > 50, gains
     assert gains["at once, smaller"] < gains["at once, equal"] / 20, gains
+
+
+LONG = Topology(dp=1, pp=8)
+
+
+def replays(*cut_off: tuple[set[int], int]) -> list[ReplayPlan | str]:
+    """The plans that follow one another, until one is refused, while stages of `LONG` are lost.
+
+    Args:
+        cut_off: for each replay its stages, and the last step that it repeats before the next loss,
+            which ends the processes of all of them but the one that knows this step.
+    """
+    plans: list[ReplayPlan | str] = []
+    known = [ReplayProgress()] * LONG.pp
+    for stages, reached in cut_off:
+        said = [
+            msgspec.structs.replace(one, progress=progress)
+            for one, progress in zip(evidence(LONG, sorted(stages)), known, strict=True)
+        ]
+        plan = plan_replay(said)
+        plans.append(plan)
+        if isinstance(plan, str):
+            break
+        known = [plan.progress] * LONG.pp
+        for rank in stages:
+            known[rank] = ReplayProgress()
+        witness = min(stages)
+        known[witness] = msgspec.structs.replace(plan.progress, reached=max(LINE, reached))
+    return plans
+
+
+def test_replays_go_on_while_their_scopes_grow_or_they_come_further() -> None:
+    grows = [(set(range(1, count + 1)), LINE) for count in range(1, LONG.pp)]
+    comes_further = [({1, 2}, reached) for reached in range(LINE, TARGET + 1)]
+    for cut_off in (grows, comes_further, [*comes_further, *grows[2:]]):
+        plans = replays(*cut_off)
+        assert len(plans) == len(cut_off)
+        assert not any(isinstance(plan, str) for plan in plans)
+
+
+@pytest.mark.parametrize("reached", [LINE, LINE + 1, TARGET])
+def test_all_ranks_restore_after_replays_that_lead_no_further(reached: int) -> None:
+    first = reached > LINE  # this one still does
+    plans = replays(*[({1, 2}, reached)] * 20)
+    assert len(plans) == FRUITLESS_MAX + first + 1
+    assert f"{FRUITLESS_MAX} replays after step {LINE} were cut off" in str(plans[-1])
+    # Neither a smaller scope nor a step that was reached before is progress.
+    assert len(replays(*[({1, 2}, TARGET), ({1}, LINE + 1)] * 20)) == FRUITLESS_MAX + 2
+
+
+def test_whatever_is_cut_off_replays_of_a_step_come_to_an_end() -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        cut_off = [
+            (set(rng.sample(range(LONG.pp), rng.randrange(1, LONG.pp))), rng.randint(LINE, TARGET))
+            for _ in range(100)
+        ]
+        plans = replays(*cut_off)
+        assert isinstance(plans[-1], str), seed
+        assert len(plans) <= FRUITLESS_MAX + LONG.pp + TARGET - LINE + 1, seed
+
+
+def test_what_one_rank_knows_of_replays_counts_for_all() -> None:
+    """Some ranks may not have got a plan, because the world ended meanwhile; new ones know
+    nothing."""
+    for knows in range(LONG.pp):
+        said = evidence(LONG, (1, 2))
+        over = ReplayProgress(fruitless=FRUITLESS_MAX, widest=2, before=LINE, reached=LINE)
+        said[knows] = msgspec.structs.replace(said[knows], progress=over)
+        assert isinstance(plan_replay(said), str)
+    said = evidence(LONG, (1, 2))
+    said[0] = msgspec.structs.replace(said[0], progress=over)
+    further = ReplayProgress(widest=2, before=LINE, reached=LINE + 1)
+    said[1] = msgspec.structs.replace(said[1], progress=further)
+    assert isinstance(plan_replay(said), str), "too many were fruitless already"
+    fewer = msgspec.structs.replace(over, fruitless=FRUITLESS_MAX - 1)
+    said[0] = msgspec.structs.replace(said[0], progress=fewer)
+    plan = plan_replay(said)
+    assert isinstance(plan, ReplayPlan)
+    assert plan.progress == ReplayProgress(
+        fruitless=FRUITLESS_MAX - 1, widest=2, before=LINE + 1, reached=LINE + 1
+    )
 
 
 @pytest.mark.parametrize("topology", SHAPES, ids=str)

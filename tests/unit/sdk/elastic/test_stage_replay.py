@@ -23,11 +23,23 @@ from holdfast._elastic.boundary_log import (
 )
 from holdfast._elastic.pipeline import BoundaryReplay
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
-from holdfast_core.protection.replaying import ReplayEvidence, ReplayPlan, encode_evidence
+from holdfast_core.protection.replaying import (
+    ReplayEvidence,
+    ReplayPlan,
+    ReplayProgress,
+    encode_evidence,
+)
 from holdfast_core.topology import Topology
 
 TOPOLOGY = Topology(dp=1, pp=2)
-PLAN = ReplayPlan(scope=(0,), line=1, target=2, sources={0: (1,)}, shared_by=1)
+PLAN = ReplayPlan(
+    scope=(0,),
+    line=1,
+    target=2,
+    sources={0: (1,)},
+    shared_by=1,
+    progress=ReplayProgress(widest=1, before=1, reached=1),
+)
 
 
 class Pipeline:
@@ -68,7 +80,7 @@ def agreed(statement: bytes) -> ReplayPlan | str:
     session: Any = Session()
     pipeline: Any = Pipeline()
     exchange: Any = OneOther([statement])
-    return agree_on_replay(session, pipeline, exchange, None, "")
+    return agree_on_replay(session, pipeline, exchange, None, "", ReplayProgress())
 
 
 def handed_over(given: bytes) -> BoundaryReplay | str:
