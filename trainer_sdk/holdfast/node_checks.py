@@ -1,10 +1,10 @@
 """Short checks of the node that this process runs on: does it compute rightly, keep what it is
 given, and is it fast enough to train at all?
 
-A launcher with `--check-node` runs them before it takes part (`failurePolicy.checkNodes`), and
-`holdfast preflight` runs them by hand. They run in a process of their own, with a time limit: an
-instruction that ends the process, or memory that never answers, is a result as well. They need no
-right that a trainer does not have.
+A launcher with `--check-node` runs them before it takes part (`failurePolicy.checkNodes`) and now
+and then while it waits for its first world, and `holdfast preflight` runs them by hand. They run in
+a process of their own, with a time limit: an instruction that ends the process, or memory that
+never answers, is a result as well. They need no right that a trainer does not have.
 
 A check fails only if the node gives wrong bytes, or is so slow that no healthy machine is. What
 cannot be checked here, such as a disk that this process may not write to, is said and proves
@@ -18,8 +18,10 @@ import ctypes
 import errno
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -42,11 +44,17 @@ from holdfast._environment import read_environment, read_token_file
 from holdfast_core.errors import InvalidJobError
 from holdfast_protos import trainer_pb2
 
+log = logging.getLogger(__name__)
+
 LIMIT_S = 330.0
 """Time within which all checks must have ended: devices of a large machine take 20 s to start, and
 a busy machine imports torch for a minute."""
 KILL_S = 5.0
 """Time within which a process ends that is killed, unless the kernel does not let go of it."""
+OUTPUT_BYTES_MAX = 64 << 20
+"""Bytes that are read of what that process has written."""
+STOP_S = 1.0
+"""Time that a launcher waits for the end of a process whose results it no longer needs."""
 OF_PROCESSORS = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE}
 """Signals for what an instruction did."""
 COMPUTE_S = 0.3
@@ -78,6 +86,13 @@ ALL_REDUCE_S = 60.0
 POLL_S = 0.05
 WRONG_SUM = 3
 """Exit code of a process that has found a wrong sum."""
+NICENESS = 19
+"""Niceness of checks beside other work: they get only what nobody else uses of the processors."""
+JITTER = 0.25
+"""Part of the pause between rounds of checks by which it may be shorter or longer: launchers that
+started together do not check together."""
+ASK_AGAIN_S = 0.5
+"""Pause between two questions whether a round has ended."""
 LINKS_S = 60.0
 """Time for an answer about links; the daemon needs some seconds, and half a minute
 if links are broken."""
@@ -202,9 +217,9 @@ def check_memory() -> str:
     took_s = float("inf")
     for pattern in PATTERNS:
         source.fill(pattern)
-        began = time.perf_counter()
+        began = time.thread_time()  # who else uses the processor is no fault of the memory
         np.copyto(copy, source)
-        took_s = min(took_s, time.perf_counter() - began)
+        took_s = min(took_s, time.thread_time() - began)
         if not (copy == pattern).all():
             bad = int(np.flatnonzero(copy != pattern)[0])
             raise CheckFailedError(
@@ -235,18 +250,20 @@ def check_shared_memory() -> str:
     """Write to /dev/shm, through which saves go, and compare."""
     if not SHARED.is_dir():
         raise NotCheckedError(f"there is no {SHARED}")
-    return _write_and_compare(SHARED, FILE_BYTES, SHARED_BYTES_S)
+    return _write_and_compare(SHARED, FILE_BYTES, SHARED_BYTES_S, time.thread_time)
 
 
 def check_disk() -> str:
     """Write to the directory of temporary files, and compare."""
     directory = Path(tempfile.gettempdir())
     with suppress(TooSlowError):  # something else may have used it for a while
-        return _write_and_compare(directory, DISK_BYTES, DISK_BYTES_S)
-    return _write_and_compare(directory, DISK_BYTES, DISK_BYTES_S)
+        return _write_and_compare(directory, DISK_BYTES, DISK_BYTES_S, time.perf_counter)
+    return _write_and_compare(directory, DISK_BYTES, DISK_BYTES_S, time.perf_counter)
 
 
-def _write_and_compare(directory: Path, nbytes: int, limit_bytes_s: float) -> str:
+def _write_and_compare(
+    directory: Path, nbytes: int, limit_bytes_s: float, clock: Callable[[], float]
+) -> str:
     data = hashlib.shake_256(b"holdfast").digest(1 << 20)
     count = nbytes >> 20
     try:
@@ -254,12 +271,12 @@ def _write_and_compare(directory: Path, nbytes: int, limit_bytes_s: float) -> st
         if free < 2 * nbytes:
             raise NotCheckedError(f"only {free >> 20} MiB of {directory} are free")
         with tempfile.TemporaryFile(dir=directory) as file:
-            began = time.perf_counter()
+            began = clock()
             for _ in range(count):
                 file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            took_s = time.perf_counter() - began
+            took_s = clock() - began
             # So that it is read from the disk, if there is one.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
@@ -312,6 +329,14 @@ def check_devices() -> str:
     ]
     text = f"{len(rates)} GPUs gave the known answers; copies"
     return _fast_enough(text, min(rates), DEVICE_BYTES_S)
+
+
+def _beside(check: Callable[[], str]) -> str:
+    """Make a check of the GPUs, if the driver says that nobody uses them."""
+    used = [row for row in _ask_driver("--query-gpu=gpu_uuid,utilization.gpu") if row[1] != "0"]
+    if used:
+        raise NotCheckedError(f"{used[0][0]} may be in use, and other work goes first")
+    return check()
 
 
 def _check_device(device: Any, product: Any) -> float:
@@ -451,6 +476,7 @@ def _reduce(rank: int, backend: str, count: int, directory: str, limit_s: float)
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -471,6 +497,14 @@ def _reduce(rank: int, backend: str, count: int, directory: str, limit_s: float)
     dist.destroy_process_group()
     if wrong:
         sys.exit(WRONG_SUM)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that has started it ends, however that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a child of `all_reduce` runs this"
+    parent.join()
+    os._exit(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -512,17 +546,22 @@ def check_links(daemon: DaemonAddress | None) -> str:
     return str(found.found)
 
 
-def checks_of(daemon: DaemonAddress | None) -> dict[str, Callable[[], str]]:
-    """All checks by their names, in order."""
+def checks_of(
+    daemon: DaemonAddress | None, *, beside: bool = False
+) -> dict[str, Callable[[], str]]:
+    """All checks by their names, in order; `beside` other work, GPUs in use are left alone."""
+    def of_devices(check: Callable[[], str]) -> Callable[[], str]:
+        return partial(_beside, check) if beside else check
+
     return {
         "processors": check_processors,
         "memory": check_memory,
         "shared memory": check_shared_memory,
         "disk": check_disk,
         "clock": check_clock,
-        "GPUs": check_devices,
+        "GPUs": of_devices(check_devices),
         "GPU memory": check_device_memory,
-        "GPU links": check_device_links,
+        "GPU links": of_devices(check_device_links),
         "links": partial(check_links, daemon),
     }
 
@@ -530,10 +569,10 @@ def checks_of(daemon: DaemonAddress | None) -> dict[str, Callable[[], str]]:
 # --- all of them ----------------------------------------------------------------------------------
 
 
-def run_checks(daemon: DaemonAddress | None) -> Iterator[Result]:
+def run_checks(daemon: DaemonAddress | None, *, beside: bool) -> Iterator[Result]:
     """Run all checks in this process, one after the other. For `main`: who wants results calls
     `NodeChecks`."""
-    for name, check in checks_of(daemon).items():
+    for name, check in checks_of(daemon, beside=beside).items():
         try:
             yield Result(name, Outcome.PASSED, check())
         except CheckFailedError as error:
@@ -550,37 +589,67 @@ class NodeChecks:
 
     Args:
         daemon: what is asked about links; None for nothing.
+        beside: whether other work goes first. The checks then get only what nobody else uses of the
+            processors, and leave GPUs alone that are in use.
     """
 
-    def __init__(self, daemon: DaemonAddress | None) -> None:
+    def __init__(self, daemon: DaemonAddress | None, *, beside: bool = False) -> None:
         named = () if daemon is None else ("--socket", str(daemon.socket), "--job", daemon.job)
+        options = (*named, "--beside") if beside else named
+        self._beside = beside
         self._until = time.monotonic() + LIMIT_S
         self._problem = ""
         """Why the process could not be started."""
+        # In memory, and not in a pipe: nobody reads it before the end, and NCCL may write much.
+        self._output = os.fdopen(os.memfd_create("node-checks"), "rb")
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.node_checks", *named],
+                [sys.executable, "-m", "holdfast.node_checks", *options],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=self._output,
             )
         except OSError as error:
+            self._output.close()
             self._problem = f"no process can be started: {error.strerror}"
+
+    def require(self) -> None:
+        """Wait for the results, as `results` does, and log them.
+
+        Raises:
+            CheckFailedError: this node must not take part; the message names what has failed.
+        """
+        results = self.results()
+        for result in results:
+            level = logging.WARNING if result.outcome is Outcome.NOTICED else logging.INFO
+            log.log(level, "check of %s: %s: %s", result.check, result.outcome, result.text)
+        if failures := failures_in_words(results):
+            log.error("this node does not take part: %s", failures)
+            raise CheckFailedError(failures)
+
+    def is_over(self) -> bool:
+        """Whether `results` would not wait for the process."""
+        return bool(self._problem) or (
+            self._process.poll() is not None or time.monotonic() > self._until
+        )
 
     def results(self) -> list[Result]:
         """Wait for the results, for `LIMIT_S` at most. If an instruction ended the process, or it
-        did not end, the check that it was at has failed."""
+        did not end, the check that it was at has failed. Beside other work, a process that only
+        needed more of the processors has not."""
         if self._problem:
             return [Result("all", Outcome.NOT_CHECKED, self._problem)]
         try:
-            written = self._wait(self._until - time.monotonic())
+            self._process.wait(max(0.0, self._until - time.monotonic()))
             outcome, end = self._end()
         except subprocess.TimeoutExpired:
+            starved = self._beside and self._wants_processor()
             self._process.kill()
-            try:
-                written = self._wait(KILL_S)
-            except subprocess.TimeoutExpired as error:  # the kernel does not let go of it
-                written = error.output or b""
-            outcome, end = Outcome.FAILED, f"did not end within {LIMIT_S:.0f} s"
+            with suppress(subprocess.TimeoutExpired):  # the kernel does not let go of it
+                self._process.wait(KILL_S)
+            outcome = Outcome.NOT_CHECKED if starved else Outcome.FAILED
+            end = f"did not end within {LIMIT_S:.0f} s"
+        written = os.pread(self._output.fileno(), OUTPUT_BYTES_MAX, 0)
+        self._output.close()
         lines = written.decode(errors="replace").splitlines()
         found = [result for line in lines if (result := _read_result(line)) is not None]
         names = list(checks_of(None))
@@ -593,11 +662,17 @@ class NodeChecks:
         """End the process, if it has not ended."""
         if not self._problem:
             self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S)
+            self._output.close()
 
-    def _wait(self, timeout_s: float) -> bytes:
-        """What the process has written, once it has ended."""
-        written, _ = self._process.communicate(timeout=max(0.0, timeout_s))
-        return bytes(written)
+    def _wants_processor(self) -> bool:
+        """Whether a thread of the process runs, or waits for a processor."""
+        with suppress(OSError):
+            for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
+                if (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R":
+                    return True
+        return False
 
     def _end(self) -> tuple[Outcome, str]:
         """What the end of the process says about the node, and how it ended; empty if as usual."""
@@ -610,6 +685,52 @@ class NodeChecks:
                 f"was ended by signal {-code}",
             )
         return Outcome.NOT_CHECKED, f"ended with code {code}" if code else ""
+
+
+class RepeatedChecks:
+    """Rounds of checks of a node that waits for its first world, beside other work: what breaks
+    meanwhile is found before training depends on it.
+
+    Has no thread: whoever waits calls `look`.
+
+    Args:
+        daemon: what is asked about links.
+        pause_s: time from one round to the next, give or take `JITTER` of it.
+    """
+
+    def __init__(self, daemon: DaemonAddress, pause_s: float) -> None:
+        self._daemon, self._pause_s = daemon, pause_s
+        self._round: NodeChecks | None = None
+        self._due = self._next_due()
+
+    def look(self) -> float:
+        """Start a round that is due, or judge one that has ended. Does not wait, except a few
+        seconds for the end of a process that has taken too long.
+
+        Returns:
+            Seconds after which to call this again.
+
+        Raises:
+            CheckFailedError: this node must not take part; the message names what has failed.
+        """
+        if self._round is None:
+            if (left_s := self._due - time.monotonic()) > 0:
+                return left_s
+            self._round = NodeChecks(self._daemon, beside=True)
+        if not self._round.is_over():
+            return ASK_AGAIN_S
+        self._round.require()
+        self._round, self._due = None, self._next_due()
+        return self._due - time.monotonic()
+
+    def stop(self) -> None:
+        """End the round that runs, if there is one."""
+        if self._round is not None:
+            self._round.stop()
+
+    def _next_due(self) -> float:
+        factor = random.uniform(1 - JITTER, 1 + JITTER)
+        return time.monotonic() + self._pause_s * factor
 
 
 def failures_in_words(results: Sequence[Result]) -> str:
@@ -638,13 +759,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--socket", type=Path, help="the daemon's socket (daemon.sock)")
     parser.add_argument("--job", help="key of the job")
+    parser.add_argument(
+        "--beside",
+        action="store_true",
+        help="other work goes first: use only what is left of the processors, and no GPU that is "
+        "in use",
+    )
     args = parser.parse_args(argv)
     if (args.socket is None) != (args.job is None):
         parser.error("--socket and --job go together: give both, or none")
     named = args.socket is not None
     daemon = DaemonAddress(socket=args.socket, job=args.job) if named else daemon_of_environment()
+    if args.beside:
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     failed = False
-    for result in run_checks(daemon):
+    for result in run_checks(daemon, beside=args.beside):
         print(json.dumps(asdict(result)), flush=True)
         failed |= result.outcome is Outcome.FAILED
     return int(failed)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import stat
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from waiting import wait_for
 
 from holdfast import node_checks
 from holdfast.node_checks import (
@@ -29,6 +31,7 @@ from holdfast.node_checks import (
     NotCheckedError,
     NoticedError,
     Outcome,
+    RepeatedChecks,
     Result,
     all_reduce,
     check_device_memory,
@@ -48,6 +51,7 @@ from holdfast_protos import trainer_pb2, trainer_pb2_grpc
 EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 HOST = ("processors", "memory", "shared memory", "disk")
 Plant = Callable[[str], None]
+Driver = Callable[[Mapping[str, str]], None]
 
 
 @pytest.fixture
@@ -57,6 +61,21 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plant:
     def planting(text: str) -> None:
         (tmp_path / "sitecustomize.py").write_text(text)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    return planting
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Plants an `nvidia-smi` with the rows that it answers, by a word of the query. A query without
+    any of these words is unknown to it."""
+
+    def planting(answers: Mapping[str, str]) -> None:
+        cases = "".join(f"*{word}*) printf '{rows}\\n';;\n" for word, rows in answers.items())
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\ncase $1 in\n{cases}*) exit 2;;\nesac\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     return planting
 
@@ -120,8 +139,14 @@ def test_a_check_that_never_ends_has_failed(plant: Plant, monkeypatch: pytest.Mo
 
 
 def test_what_else_is_written_is_passed_over(plant: Plant) -> None:
-    plant("print('{\"check\": 1}')\nimport sys\nsys.stdout.buffer.write(b'\\xff welcome\\n')\n")
-    results = NodeChecks(None).results()
+    """And does not hold up the checks, though nobody reads before their end."""
+    plant(
+        "print('x' * 10**6)\nprint('{\"check\": 1}')\n"
+        "import sys\nsys.stdout.buffer.write(b'\\xff welcome\\n')\n"
+    )
+    checks = NodeChecks(None)
+    wait_for("the end of the checks", checks.is_over, 100.0)
+    results = checks.results()
     assert list(outcomes(results)) == list(checks_of(None))
 
 
@@ -138,11 +163,101 @@ def test_a_disk_that_was_slow_for_a_while_passes(monkeypatch: pytest.MonkeyPatch
     limits = iter([1e15, 1.0])
     right = node_checks._write_and_compare
 
-    def write(directory: Path, nbytes: int, limit_bytes_s: float) -> str:
-        return right(directory, nbytes, next(limits))
+    def write(
+        directory: Path, nbytes: int, limit_bytes_s: float, clock: Callable[[], float]
+    ) -> str:
+        return right(directory, nbytes, next(limits), clock)
 
     monkeypatch.setattr(node_checks, "_write_and_compare", write)
     assert "reach" in check_disk()
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ("while True: pass", Outcome.NOT_CHECKED),  # it may have had too little of a processor
+        ("import signal; signal.pause()", Outcome.FAILED),
+    ],
+)
+def test_beside_other_work_checks_that_need_longer_prove_nothing_and_stuck_ones_do(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, text: str, outcome: Outcome
+) -> None:
+    plant(text)
+    monkeypatch.setattr(node_checks, "LIMIT_S", 2.0)
+    checks = NodeChecks(None, beside=True)
+    wait_for("its end", checks.is_over)
+    [result] = checks.results()
+    assert result.outcome is outcome and "did not end within" in result.text
+
+
+@pytest.fixture
+def virtual_now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that checks see, in seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_rounds_begin_after_their_pause_more_or_less_and_a_failed_one_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, virtual_now: list[float]
+) -> None:
+    made: list[dict[str, Any]] = []
+    results = [Result("disk", Outcome.PASSED, "all is well")]
+    over = [False]
+
+    class Round(NodeChecks):
+        def __init__(self, daemon: DaemonAddress | None, *, beside: bool = False) -> None:
+            made.append({"daemon": daemon, "beside": beside})
+
+        def is_over(self) -> bool:
+            return over[0]
+
+        def results(self) -> list[Result]:
+            return results
+
+    monkeypatch.setattr(node_checks, "NodeChecks", Round)
+    daemon = DaemonAddress(socket=tmp_path, job="team.moe")
+    checks = RepeatedChecks(daemon, 1800.0)
+    pauses = set()
+    for number in range(4):
+        over[0] = False
+        pause_s = checks.look()
+        assert 1350 <= pause_s <= 2250 and len(made) == number
+        pauses.add(pause_s)
+        virtual_now[0] += pause_s
+        assert 0 < checks.look() <= 1.0 and 0 < checks.look() <= 1.0  # it runs
+        assert made == [{"daemon": daemon, "beside": True}] * (number + 1)
+        over[0] = True
+        assert checks.look() > 1.0
+    assert len(pauses) > 1
+    results = [Result("disk", Outcome.FAILED, "it is broken")]
+    virtual_now[0] += 2250.0
+    with pytest.raises(CheckFailedError, match="disk: it is broken"):
+        checks.look()
+
+
+def test_a_round_ends_at_once_when_work_begins(plant: Plant, tmp_path: Path) -> None:
+    plant("import signal\nsignal.pause()\n")
+    checks = RepeatedChecks(DaemonAddress(socket=tmp_path, job="team.moe"), 1e-9)
+    wait_for("a round", lambda: checks._round is not None or not checks.look())
+    assert checks._round is not None
+    process = checks._round._process
+    assert process.poll() is None
+    checks.stop()
+    assert process.wait(10.0) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("used", "words"),
+    [("0", ""), ("37", "GPU-2 may be in use"), ("[N/A]", "GPU-2 may be in use")],
+)
+def test_beside_other_work_devices_that_somebody_uses_are_left_alone(
+    driver: Driver, used: str, words: str
+) -> None:
+    driver({"utilization": f"GPU-1, 0\nGPU-2, {used}"})
+    check = checks_of(None, beside=True)["GPU links"]
+    with pytest.raises(NotCheckedError, match=words or "there are no two GPUs here"):
+        check()
 
 
 def test_where_no_process_can_be_started_nothing_is_proved(
@@ -216,18 +331,9 @@ def test_a_place_without_room_or_right_proves_nothing_and_a_broken_one_does(
     ],
 )
 def test_the_driver_is_asked_for_worn_memory(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    rows: str,
-    ecc: str,
-    expected: type[Exception] | None,
+    driver: Driver, rows: str, ecc: str, expected: type[Exception] | None
 ) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(
-        f"#!/bin/sh\ncase $1 in\n*remapped*) printf '{rows}\n';;\n*) printf '{ecc}\n';;\nesac\n"
-    )
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    driver({"remapped": rows, "ecc": ecc})
     if expected is None:
         check_device_memory()
     else:
