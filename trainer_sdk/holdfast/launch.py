@@ -9,7 +9,8 @@ Exit codes: 0 if the workers of this node finished; 2 for a command line or HOLD
 which no worker can start; 128 + n if signal n ended the agent; 75 if the job ended while this node
 waited for its next world; 69 if the daemon did not answer, or is too old; 77 if the daemon denied
 the job to this process; 79 if a stranger changed in the world's store what the launchers had agreed
-on; 82 if a check of this node failed. `holdfast_core.exit_codes` defines these and the codes of workers.
+on; 82 if a check of this node failed. `holdfast_core.exit_codes` defines these and the codes of
+workers.
 """
 
 from __future__ import annotations

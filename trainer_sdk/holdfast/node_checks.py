@@ -41,7 +41,10 @@ from typing import Any
 import numpy as np
 
 from holdfast._environment import read_environment, read_token_file
+from holdfast._launch.kernel_log import KernelLog
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.kernel_messages import KernelMessage
+from holdfast_core.node_failures import age_in_words
 from holdfast_protos import trainer_pb2
 
 log = logging.getLogger(__name__)
@@ -91,15 +94,24 @@ NICENESS = 19
 JITTER = 0.25
 """Part of the pause between rounds of checks by which it may be shorter or longer: launchers that
 started together do not check together."""
+RETIRED_PAGES_MAX = 64
+"""Pages that GPUs without rows to remap can retire."""
+SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown")
+"""Reasons of nvidia-smi why hardware halves the clock of a GPU, or worse."""
+CLOCK_LOOKS, CLOCK_PAUSE_S = 3, 1.0
+"""How often the driver is asked for these reasons while GPUs work, and the pause before each
+time."""
+WORK_SIZE, WORK_PRODUCTS = 4096, 16
+"""Rows of the matrices that keep a GPU at work, and their products that are queued at a time."""
 ASK_AGAIN_S = 0.5
 """Pause between two questions whether a round has ended."""
 LINKS_S = 60.0
 """Time for an answer about links; the daemon needs some seconds, and half a minute
 if links are broken."""
 SHARED = Path("/dev/shm")
-YES = {"1", "yes"}
-"""What nvidia-smi says where something is so. Besides no, it says in many words that it does not
-know."""
+YES, NO = {"1", "yes", "active"}, {"0", "no", "not active"}
+"""What nvidia-smi says where something is so, and where it is not. Besides, it says in many words
+that it does not know."""
 BROKEN = {errno.EIO, errno.EUCLEAN, errno.EREMOTEIO, errno.ENXIO, errno.ENODEV}
 """Errors of files that say that what holds them is broken; all others prove nothing."""
 
@@ -327,8 +339,11 @@ def check_devices() -> str:
         _check_device(torch.device("cuda", number), product)
         for number in range(torch.cuda.device_count())
     ]
-    text = f"{len(rates)} GPUs gave the known answers; copies"
-    return _fast_enough(text, min(rates), DEVICE_BYTES_S)
+    to, back = (min(each) for each in zip(*rates, strict=True))
+    there = _fast_enough(
+        f"{len(rates)} GPUs gave the known answers; copies to them", to, DEVICE_BYTES_S
+    )
+    return f"{there}; {_fast_enough('copies back', back, DEVICE_BYTES_S)}"
 
 
 def _beside(check: Callable[[], str]) -> str:
@@ -339,8 +354,8 @@ def _beside(check: Callable[[], str]) -> str:
     return check()
 
 
-def _check_device(device: Any, product: Any) -> float:
-    """Bytes per second of copies to a device."""
+def _check_device(device: Any, product: Any) -> tuple[float, float]:
+    """Bytes per second of copies to a device, and back."""
     import torch  # noqa: PLC0415
 
     one, other = (torch.from_numpy(each).to(device) for each in _matrices())
@@ -353,26 +368,138 @@ def _check_device(device: Any, product: Any) -> float:
             raise CheckFailedError(f"{device} multiplied {dtype} matrices wrongly")
     data = torch.arange(MEMORY_BYTES // 8, dtype=torch.int64, device="cpu")
     data = data.pin_memory() if is_cuda else data
-    there, took_s = torch.empty_like(data, device=device), float("inf")
-    for _ in range(3):
-        began = time.perf_counter()
-        there.copy_(data)  # waits for the copy
-        took_s = min(took_s, time.perf_counter() - began)
-    if not torch.equal(data, there.cpu()):
+    there, back = torch.empty_like(data, device=device), torch.zeros_like(data)
+    back = back.pin_memory() if is_cuda else back
+    to_s, back_s = (
+        min(_copy_s(device, target, source) for _ in range(3))
+        for target, source in ((there, data), (back, there))
+    )
+    if not torch.equal(data, back):
         raise CheckFailedError(f"bytes that were copied to {device} came back wrong")
-    return MEMORY_BYTES / took_s
+    return MEMORY_BYTES / to_s, MEMORY_BYTES / back_s
+
+
+def _copy_s(device: Any, target: Any, source: Any) -> float:
+    """Seconds of a copy, by the clock of the device if it has one: a process that has to wait for a
+    processor makes no device slow."""
+    import torch  # noqa: PLC0415
+
+    if device.type != "cuda":
+        began_s = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - began_s
+    with torch.cuda.device(device):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        target.copy_(source, non_blocking=True)
+        ended.record()
+        ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3
+
+
+def check_device_clocks() -> str:
+    """Ask the driver whether hardware slows GPUs down, at rest and while they multiply matrices:
+    heat, or too little power, makes a GPU slow that computes rightly."""
+    import torch  # noqa: PLC0415
+
+    if not torch.cuda.is_available():
+        raise NotCheckedError("torch finds no GPU")
+    return clocks_at_work(
+        [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    )
+
+
+def clocks_at_work(devices: Sequence[Any]) -> str:
+    """The same, while `devices` work."""
+    at_rest = _slowed_devices()
+    stop, problems = threading.Event(), list[str]()
+    worker = threading.Thread(target=_keep_at_work, args=(devices, stop, problems))
+    worker.start()
+    try:
+        looks = []
+        for _ in range(CLOCK_LOOKS):
+            stop.wait(CLOCK_PAUSE_S)  # nobody sets it before
+            looks.append(_slowed_devices())
+    finally:
+        stop.set()
+        worker.join()
+    always = set(looks[0]).intersection(*looks)
+    slowed = {gpu: why for look in (at_rest, *looks) for gpu, why in look.items()}
+    if always and not problems:
+        words = ", ".join(f"{gpu} ({slowed[gpu]})" for gpu in sorted(always))
+        raise CheckFailedError(f"for as long as it works, hardware slows down {words}")
+    if slowed:
+        words = ", ".join(f"{gpu} ({why})" for gpu, why in sorted(slowed.items()))
+        raise NoticedError(f"at times, hardware slows down {words}; look at cooling and power")
+    if problems:
+        raise NotCheckedError(f"GPUs could not be kept at work: {problems[0]}")
+    return "hardware slows no GPU down, at rest or at work"
+
+
+def _slowed_devices() -> dict[str, str]:
+    """GPU that hardware slows down now → why, in words of the driver."""
+    try:
+        rows = _ask_slowdowns("clocks_event_reasons")
+    except NotCheckedError:  # drivers before 535
+        rows = _ask_slowdowns("clocks_throttle_reasons")
+    found = {
+        row[0]: [why for why, says in zip(SLOWDOWNS, row[1:], strict=True) if says.lower() in YES]
+        for row in rows
+    }
+    return {gpu: ", ".join(why) for gpu, why in found.items() if why}
+
+
+def _ask_slowdowns(group: str) -> list[list[str]]:
+    fields = ",".join(f"{group}.{reason}" for reason in SLOWDOWNS)
+    return _ask_driver(f"--query-gpu=gpu_uuid,{fields}")
+
+
+def _keep_at_work(devices: Sequence[Any], stop: threading.Event, problems: list[str]) -> None:
+    """Multiply matrices on `devices` until `stop`. What keeps it from that goes to `problems`."""
+    import torch  # noqa: PLC0415
+
+    try:
+        work = []
+        for device in devices:
+            is_cuda = device.type == "cuda"
+            size, dtype = (WORK_SIZE, torch.float16) if is_cuda else (SIZE, torch.float32)
+            one = torch.ones(size, size, device=device, dtype=dtype)
+            work.append((device, one, torch.empty_like(one)))
+        while not stop.is_set():
+            for _, one, product in work:
+                for _ in range(WORK_PRODUCTS):
+                    torch.mm(one, one, out=product)
+            for device, _, _ in work:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+    except RuntimeError as error:  # such as a lack of memory
+        problems.append(str(error).partition("\n")[0])
 
 
 def check_device_memory() -> str:
-    """Ask the driver for rows that could not be remapped, which it gives wrong bytes from, and for
-    errors that it could not correct."""
-    remapped = _ask_driver(
-        "--query-remapped-rows=gpu_uuid,remapped_rows.failure,remapped_rows.pending"
-    )
+    """Ask the driver for rows that could not be remapped, which it gives wrong bytes from, for
+    pages of older GPUs that could not be retired, and for errors that it could not correct."""
+    remapped = retired = list[list[str]]()
+    with suppress(NotCheckedError):  # each driver knows one of them at least
+        remapped = _ask_driver(
+            "--query-remapped-rows=gpu_uuid,remapped_rows.failure,remapped_rows.pending"
+        )
+    with suppress(NotCheckedError):
+        retired = _ask_driver(
+            "--query-gpu=gpu_uuid,retired_pages.single_bit_ecc.count,"
+            "retired_pages.double_bit.count,retired_pages.pending"
+        )
     failed = [row[0] for row in remapped if row[1].lower() in YES]
     if failed:
         raise CheckFailedError(f"rows of the memory of {', '.join(failed)} cannot be remapped")
     pending = [row[0] for row in remapped if row[2].lower() in YES]
+    remap = {row[0] for row in remapped if row[1].lower() in NO}
+    for gpu, *counts, waits in retired:
+        if gpu in remap:
+            continue
+        if sum(int(count) for count in counts if count.isdecimal()) >= RETIRED_PAGES_MAX:
+            raise CheckFailedError(f"no more pages of the memory of {gpu} can be retired")
+        pending += [gpu] if waits.lower() in YES else []
     wrong = [
         row[0]
         for row in _ask_driver("--query-gpu=gpu_uuid,ecc.errors.uncorrected.volatile.total")
@@ -407,6 +534,29 @@ def _ask_driver(query: str) -> list[list[str]]:
     rows = [[field.strip() for field in row.split(",")] for row in done.stdout.splitlines()]
     width = query.count(",") + 1
     return [row for row in rows if len(row) == width]
+
+
+def check_kernel_log() -> str:
+    """Look in the kernel's log for faults of this container's GPUs that nothing has ended."""
+    kernel = KernelLog()
+    try:
+        faults = kernel.past_faults()
+    finally:
+        kernel.close()
+    if faults is None:
+        raise NotCheckedError("the kernel's log, or the folder of the driver, cannot be read")
+    for error, found in (
+        (CheckFailedError, [fault for fault in faults if fault.unusable]),
+        (NoticedError, faults),
+    ):
+        if found:
+            raise error("; ".join(map(_fault_in_words, found)))
+    return "the kernel has reported no fault of a GPU since its driver was loaded"
+
+
+def _fault_in_words(fault: KernelMessage) -> str:
+    age_s = time.monotonic() - (fault.at_s or 0.0)
+    return f"{age_in_words(max(0.0, age_s))} ago, the kernel wrote: {fault.text}"
 
 
 # --- what connects devices and nodes --------------------------------------------------------------
@@ -550,6 +700,7 @@ def checks_of(
     daemon: DaemonAddress | None, *, beside: bool = False
 ) -> dict[str, Callable[[], str]]:
     """All checks by their names, in order; `beside` other work, GPUs in use are left alone."""
+
     def of_devices(check: Callable[[], str]) -> Callable[[], str]:
         return partial(_beside, check) if beside else check
 
@@ -560,7 +711,9 @@ def checks_of(
         "disk": check_disk,
         "clock": check_clock,
         "GPUs": of_devices(check_devices),
+        "GPU clocks": of_devices(check_device_clocks),
         "GPU memory": check_device_memory,
+        "kernel log": check_kernel_log,
         "GPU links": of_devices(check_device_links),
         "links": partial(check_links, daemon),
     }

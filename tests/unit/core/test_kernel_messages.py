@@ -15,6 +15,7 @@ from holdfast_core.kernel_messages import (
     gpu_id,
     message_of,
     messages_in,
+    standing_faults,
 )
 from holdfast_core.states import EndReason
 
@@ -127,3 +128,40 @@ def test_in_a_container_lines_about_processes_of_others_are_not_shown() -> None:
 @given(st.text())
 def test_no_text_is_too_strange(records: str) -> None:
     assert all(message.text.isprintable() for message in messages_in(records))
+
+
+# --- faults of the past ---------------------------------------------------------------------------
+
+GPU, OTHER = "0000:3b:00", "0000:5e:00"
+
+
+def at(second: int, text: str, gpu: str = GPU) -> str:
+    return f"4,1,{second}000000,-;{text.format(gpu)}\n"
+
+
+DIES, ECC, CRASH = (f"NVRM: Xid (PCI:{{}}): {xid}, pid='<unknown>'" for xid in (79, 48, 13))
+RECOVERS = "NVRM: Xid (PCI:{}): 154, GPU recovery action changed from 0x1 (Reset) to 0x0 (None)"
+LOADS = "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  550.90.07"
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([at(1, CRASH)], []),
+        ([at(1, DIES), at(2, ECC)], [(GPU, 1.0, True)]),
+        ([at(1, ECC), at(2, DIES), at(3, DIES)], [(GPU, 3.0, True)]),
+        ([at(1, ECC), at(2, ECC)], [(GPU, 2.0, False)]),
+        ([at(1, DIES), at(2, RECOVERS)], []),
+        ([at(1, DIES), at(2, RECOVERS, OTHER)], [(GPU, 1.0, True)]),
+        ([at(1, DIES), at(2, LOADS)], []),
+        ([at(1, DIES), at(2, LOADS), at(3, ECC)], [(GPU, 3.0, False)]),
+        ([at(1, DIES, OTHER), at(2, DIES, "0000:99:00")], [(OTHER, 1.0, True)]),
+        ([at(1, DIES).replace("4,", "12,", 1)], []),  # a user wrote it
+    ],
+)
+def test_a_fault_stands_until_its_gpu_recovers_or_the_driver_is_loaded(
+    records: list[str], expected: list[tuple[str, float, bool]]
+) -> None:
+    for parts in (records, ["".join(records)]):
+        found = standing_faults(parts, {GPU, OTHER})
+        assert [(each.gpu, each.at_s, each.unusable) for each in found] == expected
