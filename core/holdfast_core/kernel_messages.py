@@ -44,6 +44,10 @@ _BAD_MEMORY = re.compile(
     r"(?:Memory failure: |MCE )0x[0-9a-f]+: (?:Sending SIGBUS to|Killing) .*:(\d{1,10}) "
     r"due to hardware memory corruption"
 )
+_PCI = r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}"
+_UUID = "GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_DEVICE = re.compile(f"{_UUID}|{_PCI}")
+_NAMED_DEVICE = re.compile(rf"\b({_UUID})\b|\(PCI:({_PCI})", re.IGNORECASE)
 _DRIVER_LOADED = re.compile(r"NVRM: loading NVIDIA UNIX ")
 _RECORD = re.compile(r"[0-7],\d+,(\d+),[^;]*;(.*)")
 """Records of the kernel itself, whose facility is 0: users may write those of other facilities."""
@@ -153,6 +157,30 @@ def gpu_id(pci: str) -> str:
     function, and with domains of four or eight digits."""
     domain, _, place = pci.lower().partition(":")
     return f"{domain.lstrip('0').zfill(4)}:{place.partition('.')[0]}"
+
+
+def is_device(name: str) -> bool:
+    """Whether this is the UUID of a GPU, or its PCI address as `gpu_id` has it."""
+    return _DEVICE.fullmatch(name) is not None
+
+
+def device_in(text: str) -> str:
+    """The first GPU that a text names, by its UUID as the driver writes it, or by the PCI address
+    of an Xid; empty without one."""
+    found = _NAMED_DEVICE.search(text)
+    if found is None:
+        return ""
+    return f"GPU-{found[1][4:].lower()}" if found[1] else gpu_id(found[2])
+
+
+def device_at_fault(lines: str) -> str:
+    """The GPU of the newest of these lines of the kernel that reports a fault of hardware; empty
+    without one."""
+    for line in reversed(lines.splitlines()):
+        message = message_of(line)
+        if message is not None and message.kind is KernelMessageKind.HARDWARE:
+            return message.gpu
+    return ""
 
 
 def explaining(

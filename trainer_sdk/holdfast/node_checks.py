@@ -365,7 +365,7 @@ def _check_device(device: Any, product: Any) -> tuple[float, float]:
         tall, wide = one.to(dtype).repeat(times, 1), other.to(dtype).repeat(1, times)
         found = (tall @ wide).to(torch.int32).view(times, SIZE, times, SIZE)
         if not bool((found == expected[None, :, None, :]).all()):
-            raise CheckFailedError(f"{device} multiplied {dtype} matrices wrongly")
+            raise CheckFailedError(f"{_named(device)} multiplied {dtype} matrices wrongly")
     data = torch.arange(MEMORY_BYTES // 8, dtype=torch.int64, device="cpu")
     data = data.pin_memory() if is_cuda else data
     there, back = torch.empty_like(data, device=device), torch.zeros_like(data)
@@ -375,8 +375,17 @@ def _check_device(device: Any, product: Any) -> tuple[float, float]:
         for target, source in ((there, data), (back, there))
     )
     if not torch.equal(data, back):
-        raise CheckFailedError(f"bytes that were copied to {device} came back wrong")
+        raise CheckFailedError(f"bytes that were copied to {_named(device)} came back wrong")
     return MEMORY_BYTES / to_s, MEMORY_BYTES / back_s
+
+
+def _named(device: Any) -> str:
+    """The device with its UUID as the driver writes it, which says which one to repair."""
+    import torch  # noqa: PLC0415
+
+    if device.type != "cuda":
+        return str(device)
+    return f"{device} (GPU-{torch.cuda.get_device_properties(device).uuid})"
 
 
 def _copy_s(device: Any, target: Any, source: Any) -> float:

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from holdfast_core.kernel_messages import (
     TEXT_CHARACTERS_MAX,
     KernelMessageKind,
+    device_at_fault,
+    device_in,
     explaining,
     gpu_id,
+    is_device,
     message_of,
     messages_in,
     standing_faults,
@@ -165,3 +168,31 @@ def test_a_fault_stands_until_its_gpu_recovers_or_the_driver_is_loaded(
     for parts in (records, ["".join(records)]):
         found = standing_faults(parts, {GPU, OTHER})
         assert [(each.gpu, each.at_s, each.unusable) for each in found] == expected
+
+
+# --- which device ---------------------------------------------------------------------------------
+
+UUID = "GPU-8f0b2c3d-0a1b-2c3d-4e5f-00112233aabb"
+
+
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [
+        (f"rows of the memory of {UUID}, GPU-x cannot be remapped", UUID),
+        (f"cuda:3 ({UUID.upper()}) multiplied matrices wrongly", UUID),
+        ("2 hours ago, the kernel wrote: NVRM: Xid (PCI:00000000:3B:00.0): 79, x", GPU),
+        ("the process on cuda:3 ended with 1", ""),
+        (f"{UUID}0 and {UUID[:-1]}", ""),
+        ("0000:3b:00", ""),  # this may be anything
+        ("", ""),
+    ],
+)
+def test_a_text_names_a_device_in_the_forms_of_the_driver_alone(text: str, device: str) -> None:
+    assert device_in(text) == device
+    assert is_device(device) == bool(device)
+
+
+def test_the_device_at_fault_is_that_of_the_newest_fault() -> None:
+    lines = [DIES.format(OTHER), ECC.format(GPU), CRASH.format(OTHER), "anything"]
+    assert device_at_fault("\n".join(lines)) == GPU
+    assert device_at_fault("\n".join(lines[2:])) == ""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from holdfast_core.inspections import STOPPED, UNINTERRUPTIBLE, Frame, InspectedProcess
+from holdfast_core.kernel_messages import device_at_fault
 from holdfast_operator.reconciler.observe.text import ranks_in_words
 
 TEXT_CHARACTERS_MAX = 600
@@ -86,6 +87,8 @@ class Diagnosis:
     """Ranks that hold up the others; empty where none stands out."""
     hardware_fault: bool = False
     """Whether they do because of a fault of hardware that the kernel has reported."""
+    device: str = ""
+    """The GPU with that fault; empty where none is known."""
 
 
 def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | None]) -> Diagnosis:
@@ -133,7 +136,13 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
     if len(text) > TEXT_CHARACTERS_MAX:
         text = f"{text[: TEXT_CHARACTERS_MAX - 1]}…"
     blamed = frozenset(rank for found in culprits.values() for rank in found)
-    return Diagnosis(text=text, culprits=blamed, hardware_fault=faulty)
+    faults = [
+        process.hardware_fault
+        for rank, process in sorted(answers.items())
+        if process is not None and process.hardware_fault and rank in blamed
+    ]
+    device = device_at_fault(faults[0]) if faulty else ""
+    return Diagnosis(text=text, culprits=blamed, hardware_fault=faulty, device=device)
 
 
 def _told(groups: Mapping[_Place, list[int]]) -> dict[_Place, list[int]]:
