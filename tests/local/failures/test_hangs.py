@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from holdfast_core.job.status import Phase
 WAIT_S = 120.0
 
 TRAINS = """
-import os, pathlib, sys, time, torch, holdfast
+import os, pathlib, subprocess, sys, time, torch, holdfast
 import torch.distributed as dist
 
 where, blocks = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -51,6 +53,13 @@ def write_checkpoint():
     (where / "mount.fifo").open("wb").close()  # of a mount that does not answer
 
 
+def write_to_frozen_mount():
+    with (where / "mount" / "checkpoint").open("wb", buffering=0) as file:
+        file.write(b"1")
+        subprocess.run(["fsfreeze", "--freeze", where / "mount"], check=True)
+        file.write(b"2")
+
+
 def reduce_in_order(tensor, groups):
     for group in groups:
         dist.all_reduce(tensor, group=group)
@@ -68,6 +77,8 @@ def train():
         for batch in torch.utils.data.DataLoader(Data(), num_workers=int(sys.argv[3])):
             if step == 6 and rank == 1 and is_first("storage"):
                 write_checkpoint()
+            if step == 6 and rank == 1 and is_first("frozen"):
+                write_to_frozen_mount()
             if step == 6 and rank == 1 and is_first("leaves"):
                 dist.barrier(pairs[0])
                 break
@@ -93,6 +104,28 @@ def directory() -> Iterator[Path]:
         os.mkfifo(path / "data.fifo")
         os.mkfifo(path / "mount.fifo")
         yield path
+
+
+@pytest.fixture
+def mount(directory: Path) -> Iterator[Path]:
+    """A file system of its own, which can be frozen: what writes to it then is in state D."""
+    programs = ("mkfs.ext4", "mount", "fsfreeze")
+    if os.geteuid() or not all(map(shutil.which, programs)):
+        pytest.skip(f"needs root, and the programs {', '.join(programs)}")
+    image, path = directory / "image", directory / "mount"
+    path.mkdir()
+    image.touch()
+    os.truncate(image, 16 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    if subprocess.run(["mount", "-o", "loop", str(image), str(path)], check=False).returncode:
+        pytest.skip("this machine mounts no images")
+    yield path
+    thaw(path)
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def thaw(path: Path) -> None:
+    subprocess.run(["fsfreeze", "--unfreeze", str(path)], check=False, stderr=subprocess.DEVNULL)
 
 
 def job_of(directory: Path, blocks: str, helpers: int = 0) -> MoETrainingJob:
@@ -175,3 +208,24 @@ def test_other_hangs_are_explained(
     (text,) = inspections(asyncio.run(hang()))
     for part in expected:
         assert part in text
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_a_rank_that_waits_for_a_mount_which_does_not_answer_is_named(
+    directory: Path, mount: Path
+) -> None:
+    """Nothing can interrupt it, so it has no stack to show."""
+
+    async def hang() -> Status:
+        settings = LocalSettings(directory=directory / "run")
+        async with LocalCluster(job_of(directory, "frozen"), settings) as cluster:
+            await cluster.wait_for(lambda status: bool(inspections(status)), timeout_s=WAIT_S)
+            thaw(mount)  # or the rank could not even be killed
+            await cluster.wait_for(lambda status: recovered(status, 1), timeout_s=WAIT_S)
+            return cluster.status
+
+    (text,) = inspections(asyncio.run(hang()))
+    where = f"rank 1 is waiting in write of {mount / 'checkpoint'} and cannot be interrupted"
+    assert f"{where} (state D): for storage or a driver; 3 others are waiting in " in text
