@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from holdfast_core.kernel_messages import is_device
 from holdfast_core.quantities import format_count
 
 NODES_MAX = 256
@@ -112,6 +113,8 @@ class NodeFailure(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     alike: str = ""
     """Mark that failures have in common if scripts ended in the same way before their job's first
     step; empty for failures that are compared with no other."""
+    device: str = ""
+    """The GPU that failed, by its UUID or PCI address; empty where none is known."""
 
 
 Record = Mapping[str, tuple[NodeFailure, ...]]
@@ -312,25 +315,30 @@ def _bounded(failure: NodeFailure, now: float) -> NodeFailure:
         failure,
         job=failure.job[:JOB_CHARACTERS_MAX],
         alike=failure.alike[:ALIKE_CHARACTERS],
+        device=failure.device if is_device(failure.device) else "",
         at=round(min(failure.at, now), AT_DIGITS),
     )
 
 
 def _newest(failures: Iterable[NodeFailure], oldest: float) -> tuple[NodeFailure, ...]:
     """The newest failures, oldest first, none before `oldest`, and each once: as the kind that
-    weighs most, since a loss may be explained later."""
+    weighs most, since a loss may be explained later, and with the device if one is known."""
     kept: list[NodeFailure] = []
     for failure in sorted(failures, key=_order):
         same = [index for index, each in enumerate(kept) if _is_same(failure, each)]
         if not same and failure.at >= oldest:
             kept.append(failure)
-        elif same and WEIGHTS[failure.kind] > WEIGHTS[kept[same[0]].kind]:
-            kept[same[0]] = msgspec.structs.replace(failure, at=kept[same[0]].at)
+        elif same:
+            known = kept[same[0]]
+            heavier = WEIGHTS[failure.kind] > WEIGHTS[known.kind]
+            first, second = (failure, known) if heavier else (known, failure)
+            device = first.device or second.device
+            kept[same[0]] = msgspec.structs.replace(first, at=known.at, device=device)
     return tuple(kept[-FAILURES_MAX:])
 
 
-def _order(failure: NodeFailure) -> tuple[float, str, str, int, str]:
-    return failure.at, failure.kind, failure.job, failure.epoch, failure.alike
+def _order(failure: NodeFailure) -> tuple[float, str, str, int, str, str]:
+    return failure.at, failure.kind, failure.job, failure.epoch, failure.alike, failure.device
 
 
 def _is_same(one: NodeFailure, other: NodeFailure) -> bool:

@@ -67,11 +67,14 @@ def test_a_spot_notice_asks_for_a_copy_and_a_spare_takes_over(
     assert set(_asked(world, "spot").values()) == {1}
 
 
-def test_without_a_spare_the_job_trains_on_and_its_condition_states_what_was_done(
+def test_without_a_spare_the_job_trains_on_or_shrinks_and_its_copy_is_asked_for(
     world: World, taints: list[str], full: None
 ) -> None:
     alone = {"spares": 0, "detection": DETECTION}
     world.cluster.apply(job("alone", persistence=TIER, failurePolicy=alone))
+    sizes = {"minNodes": 3, "parallelism": {"dp": 4, "ep": 1}}
+    world.cluster.apply(job("fewer", persistence=TIER, failurePolicy=alone, **sizes))
+    world.runs_in("fewer", 1)
     leaving = world.runs_in("alone", 1)["members"][0]["node"]
     _taint(world, taints, leaving, "ToBeDeletedByClusterAutoscaler")
     status = world.until("alone", lambda s: leaving in _message(s, "Persisted"))
@@ -79,6 +82,14 @@ def test_without_a_spare_the_job_trains_on_and_its_condition_states_what_was_don
         status, "Persisted"
     )
     assert (status["phase"], status["epoch"]) == ("Running", 1)
+    # A job that may shrink goes on without the node.
+    world.wait_event("fewer", "CopyRequested", f"node {leaving} will be taken away: taint ToBe")
+    status = world.runs_in("fewer", 2)
+    assert len(status["members"]) == 3 and status["restarts"] == 0
+    assert leaving not in [member["node"] for member in status["members"]]
+    world.wait_event("fewer", "Recovering", "3 of 4 members go on")
+    wait_for("its daemons to be asked", lambda: _asked(world, "fewer"), WAIT_S)
+    assert set(_asked(world, "fewer").values()) == {1}
     wait_for("the members' daemons to be asked", lambda: len(_asked(world, "alone")) == 4, WAIT_S)
     assert set(_asked(world, "alone").values()) == {1}
     # A second word for the same end, as some clouds give it, is not another notice.

@@ -5,12 +5,26 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from cluster import Cluster
 from machine import wait_for
 from operator_process import NODE_RECORD, OperatorProcess
-from operator_world import NAMESPACE, NODES, WAIT_S, Document, World, job, namespace, world
+from operator_world import (
+    DETECTION,
+    NAMESPACE,
+    NODES,
+    WAIT_S,
+    Document,
+    World,
+    job,
+    namespace,
+    world,
+)
+
+from holdfast_cli.main import main
 
 __all__ = ["namespace", "world"]
 
@@ -76,6 +90,49 @@ def test_a_lost_rank_is_restarted_and_a_silent_node_replaced(world: World) -> No
     last = world.runs_in("losses", 4)["members"][3]["node"]
     failed = {held_up: ["LostRank"], last: ["LostRank"], "elsewhere": ["Hang"]}
     wait_for("the records to be merged", lambda: world.node_failures() == failed, WAIT_S)
+    world.kubectl("delete", "configmap", NODE_RECORD)
+
+
+@pytest.fixture
+def suspect(cluster: Cluster) -> Iterator[str]:
+    """A node that is opened again after the test."""
+    node = NODES[1]
+    yield node
+    cluster.kubectl("taint", "node", node, "holdfast.dev/suspect-")
+    cluster.kubectl("annotate", "node", node, "holdfast.dev/suspect-")
+
+
+@pytest.mark.parametrize("world", [("--suspect-nodes", "Taint")], indirect=True)
+def test_a_node_that_fails_three_times_is_tainted_listed_and_avoided(
+    world: World, suspect: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.kubectl("create", "configmap", NODE_RECORD)
+    everywhere = {"nodes": len(NODES), "parallelism": {"dp": len(NODES), "ep": 1}}
+    for name, times in (("once", 1), ("twice", 2)):
+        world.cluster.apply(job(name, **everywhere, failurePolicy={"detection": DETECTION}))
+        for epoch in range(1, times + 1):
+            members = world.runs_in(name, epoch)["members"]
+            index = next(each["index"] for each in members if each["node"] == suspect)
+            world.daemons.lose_rank(f"{NAMESPACE}.{name}", index)
+        world.runs_in(name, times + 1)
+        world.delete(name)
+
+    def is_tainted() -> bool:
+        taints = world.cluster.get("node", suspect)["spec"].get("taints") or []
+        return any(taint["key"] == "holdfast.dev/suspect" for taint in taints)
+
+    wait_for("the taint", is_tainted, WAIT_S)
+    assert world.node_failures() == {suspect: ["LostRank"] * 3}
+    world.cluster.apply(job("after"))
+    members = world.runs_in("after", 1)["members"]
+    assert {member["node"] for member in members} == {*NODES} - {suspect}
+    world.wait_event("after", "NodeAvoided", f"instead of {suspect} (3 failures in ")
+
+    where = ("--kubeconfig", str(world.cluster.kubeconfig), "--system-namespace", NAMESPACE)
+    assert main(["nodes", *where, "--record", NODE_RECORD, "--json"]) == 0
+    [listed] = json.loads(capsys.readouterr().out)["nodes"]
+    assert (listed["name"], listed["avoided"], listed["closed"]) == (suspect, True, "tainted")
+    assert [each["kind"] for each in listed["failures"]] == ["LostRank"] * 3
     world.kubectl("delete", "configmap", NODE_RECORD)
 
 

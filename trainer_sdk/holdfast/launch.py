@@ -9,7 +9,8 @@ Exit codes: 0 if the workers of this node finished; 2 for a command line or HOLD
 which no worker can start; 128 + n if signal n ended the agent; 75 if the job ended while this node
 waited for its next world; 69 if the daemon did not answer, or is too old; 77 if the daemon denied
 the job to this process; 79 if a stranger changed in the world's store what the launchers had agreed
-on. `holdfast_core.exit_codes` defines these and the codes of workers.
+on; 82 if a check of this node failed. `holdfast_core.exit_codes` defines these and the codes of
+workers.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous
 from holdfast._launch.script import do_nothing, run_script
 from holdfast._launch.stderr import StderrLogs, WorkerStderr
 from holdfast._launch.work import WorkWatch
-from holdfast.node_checks import DaemonAddress, NodeChecks, Outcome, failures_in_words
+from holdfast.node_checks import CheckFailedError, DaemonAddress, NodeChecks, RepeatedChecks
 from holdfast_core.errors import AccessDeniedError, InvalidJobError, UnreachableError
 from holdfast_core.exit_codes import DENIED, FAILED_CHECK, JOB_ENDED, NO_DAEMON, PROCESS_ENDS
-from holdfast_core.job.failures import REFORM_S
+from holdfast_core.job.failures import RECHECK_S, REFORM_S
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,8 @@ class LaunchSettings:
     """Time within which workers that stay must arrive in their new world."""
     check_node: bool = False
     """Take part only if checks of this node do not fail."""
+    recheck_s: float = RECHECK_S
+    """Time after which they are repeated, while this node waits for its first world."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,7 +129,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         script = _set_up_workers(settings)
         _log_to_stderr(args.member_node)
-        code = FAILED_CHECK if checks and not _passes(checks) else launch(settings, script)
+        if checks is not None:
+            checks.require()
+        code = launch(settings, script)
+    except CheckFailedError:
+        code = FAILED_CHECK
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     if checks is not None:
@@ -166,24 +173,14 @@ def _set_up_workers(settings: LaunchSettings) -> tuple[str, ...] | None:
     return script
 
 
-def _passes(checks: NodeChecks) -> bool:
-    """Wait for the checks of this node; log what they found, and return whether it may take
-    part."""
-    results = checks.results()
-    for result in results:
-        level = logging.WARNING if result.outcome is Outcome.NOTICED else logging.INFO
-        log.log(level, "check of %s: %s: %s", result.check, result.outcome, result.text)
-    failures = failures_in_words(results)
-    if failures:
-        log.error("this node does not take part: %s", failures)
-    return not failures
-
-
 def launch(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     """Run the workers until they are done or the job has ended, and return the exit code.
 
     Args:
         script: the script that forks run; None starts `settings.command` as a new program.
+
+    Raises:
+        CheckFailedError: a check of this node has failed while it waited for its first world.
     """
     if script is not None:
         # Wait until the fork server is ready, because an agent that asks for a world must be able
@@ -206,10 +203,13 @@ def _record_readiness(file: Path) -> None:
 
 def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     """Run one agent in each epoch until the job ends or the workers are done; return the exit
-    code."""
+    code. Raises as `launch`."""
     # Describe the workers for torch's agent.
     daemon = GrpcDaemon(settings.socket, settings.job, read_token_file())
     rendezvous = HoldfastRendezvous(daemon, settings.job, settings.host, settings.reform_s)
+    if settings.check_node:
+        address = DaemonAddress(socket=settings.socket, job=settings.job)
+        rendezvous.while_waiting = RepeatedChecks(address, settings.recheck_s)
     entrypoint: Callable[..., None] | str = run_script if script else settings.command[0]
     # With a log directory, its files keep everything that workers write to stderr.
     stderr = None if settings.log_dir else WorkerStderr(settings.nproc, read_secrets())
@@ -354,6 +354,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="first check this node, as `holdfast preflight` does; exit with 82 if a check fails",
     )
+    add(
+        "--recheck-s",
+        type=float,
+        default=RECHECK_S,
+        metavar="S",
+        help="with --check-node, check again after about so many seconds for as long as this node "
+        "waits for its first world (default: %(default)s)",
+    )
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND …", help="the trainer's command")
     args = parser.parse_args(argv)
     if args.command[:1] == ["--"]:
@@ -364,6 +372,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--nodes {args.nodes} and --nproc {args.nproc} must be at least 1")
     if not args.reform_s > 0:  # not NaN either
         parser.error(f"--reform-s {args.reform_s:g} must be above 0")
+    if not args.recheck_s > 0:
+        parser.error(f"--recheck-s {args.recheck_s:g} must be above 0")
     return args
 
 
@@ -381,6 +391,7 @@ def _settings(args: argparse.Namespace) -> LaunchSettings:
         grace_s=args.grace_s,
         reform_s=args.reform_s,
         check_node=args.check_node,
+        recheck_s=args.recheck_s,
     )
 
 

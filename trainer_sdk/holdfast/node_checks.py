@@ -1,10 +1,10 @@
 """Short checks of the node that this process runs on: does it compute rightly, keep what it is
 given, and is it fast enough to train at all?
 
-A launcher with `--check-node` runs them before it takes part (`failurePolicy.checkNodes`), and
-`holdfast preflight` runs them by hand. They run in a process of their own, with a time limit: an
-instruction that ends the process, or memory that never answers, is a result as well. They need no
-right that a trainer does not have.
+A launcher with `--check-node` runs them before it takes part (`failurePolicy.checkNodes`) and now
+and then while it waits for its first world, and `holdfast preflight` runs them by hand. They run in
+a process of their own, with a time limit: an instruction that ends the process, or memory that
+never answers, is a result as well. They need no right that a trainer does not have.
 
 A check fails only if the node gives wrong bytes, or is so slow that no healthy machine is. What
 cannot be checked here, such as a disk that this process may not write to, is said and proves
@@ -18,8 +18,10 @@ import ctypes
 import errno
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -39,14 +41,23 @@ from typing import Any
 import numpy as np
 
 from holdfast._environment import read_environment, read_token_file
+from holdfast._launch.kernel_log import KernelLog
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.kernel_messages import KernelMessage
+from holdfast_core.node_failures import age_in_words
 from holdfast_protos import trainer_pb2
+
+log = logging.getLogger(__name__)
 
 LIMIT_S = 330.0
 """Time within which all checks must have ended: devices of a large machine take 20 s to start, and
 a busy machine imports torch for a minute."""
 KILL_S = 5.0
 """Time within which a process ends that is killed, unless the kernel does not let go of it."""
+OUTPUT_BYTES_MAX = 64 << 20
+"""Bytes that are read of what that process has written."""
+STOP_S = 1.0
+"""Time that a launcher waits for the end of a process whose results it no longer needs."""
 OF_PROCESSORS = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE}
 """Signals for what an instruction did."""
 COMPUTE_S = 0.3
@@ -78,13 +89,29 @@ ALL_REDUCE_S = 60.0
 POLL_S = 0.05
 WRONG_SUM = 3
 """Exit code of a process that has found a wrong sum."""
+NICENESS = 19
+"""Niceness of checks beside other work: they get only what nobody else uses of the processors."""
+JITTER = 0.25
+"""Part of the pause between rounds of checks by which it may be shorter or longer: launchers that
+started together do not check together."""
+RETIRED_PAGES_MAX = 64
+"""Pages that GPUs without rows to remap can retire."""
+SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown")
+"""Reasons of nvidia-smi why hardware halves the clock of a GPU, or worse."""
+CLOCK_LOOKS, CLOCK_PAUSE_S = 3, 1.0
+"""How often the driver is asked for these reasons while GPUs work, and the pause before each
+time."""
+WORK_SIZE, WORK_PRODUCTS = 4096, 16
+"""Rows of the matrices that keep a GPU at work, and their products that are queued at a time."""
+ASK_AGAIN_S = 0.5
+"""Pause between two questions whether a round has ended."""
 LINKS_S = 60.0
 """Time for an answer about links; the daemon needs some seconds, and half a minute
 if links are broken."""
 SHARED = Path("/dev/shm")
-YES = {"1", "yes"}
-"""What nvidia-smi says where something is so. Besides no, it says in many words that it does not
-know."""
+YES, NO = {"1", "yes", "active"}, {"0", "no", "not active"}
+"""What nvidia-smi says where something is so, and where it is not. Besides, it says in many words
+that it does not know."""
 BROKEN = {errno.EIO, errno.EUCLEAN, errno.EREMOTEIO, errno.ENXIO, errno.ENODEV}
 """Errors of files that say that what holds them is broken; all others prove nothing."""
 
@@ -202,9 +229,9 @@ def check_memory() -> str:
     took_s = float("inf")
     for pattern in PATTERNS:
         source.fill(pattern)
-        began = time.perf_counter()
+        began = time.thread_time()  # who else uses the processor is no fault of the memory
         np.copyto(copy, source)
-        took_s = min(took_s, time.perf_counter() - began)
+        took_s = min(took_s, time.thread_time() - began)
         if not (copy == pattern).all():
             bad = int(np.flatnonzero(copy != pattern)[0])
             raise CheckFailedError(
@@ -235,18 +262,20 @@ def check_shared_memory() -> str:
     """Write to /dev/shm, through which saves go, and compare."""
     if not SHARED.is_dir():
         raise NotCheckedError(f"there is no {SHARED}")
-    return _write_and_compare(SHARED, FILE_BYTES, SHARED_BYTES_S)
+    return _write_and_compare(SHARED, FILE_BYTES, SHARED_BYTES_S, time.thread_time)
 
 
 def check_disk() -> str:
     """Write to the directory of temporary files, and compare."""
     directory = Path(tempfile.gettempdir())
     with suppress(TooSlowError):  # something else may have used it for a while
-        return _write_and_compare(directory, DISK_BYTES, DISK_BYTES_S)
-    return _write_and_compare(directory, DISK_BYTES, DISK_BYTES_S)
+        return _write_and_compare(directory, DISK_BYTES, DISK_BYTES_S, time.perf_counter)
+    return _write_and_compare(directory, DISK_BYTES, DISK_BYTES_S, time.perf_counter)
 
 
-def _write_and_compare(directory: Path, nbytes: int, limit_bytes_s: float) -> str:
+def _write_and_compare(
+    directory: Path, nbytes: int, limit_bytes_s: float, clock: Callable[[], float]
+) -> str:
     data = hashlib.shake_256(b"holdfast").digest(1 << 20)
     count = nbytes >> 20
     try:
@@ -254,12 +283,12 @@ def _write_and_compare(directory: Path, nbytes: int, limit_bytes_s: float) -> st
         if free < 2 * nbytes:
             raise NotCheckedError(f"only {free >> 20} MiB of {directory} are free")
         with tempfile.TemporaryFile(dir=directory) as file:
-            began = time.perf_counter()
+            began = clock()
             for _ in range(count):
                 file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            took_s = time.perf_counter() - began
+            took_s = clock() - began
             # So that it is read from the disk, if there is one.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
@@ -310,12 +339,23 @@ def check_devices() -> str:
         _check_device(torch.device("cuda", number), product)
         for number in range(torch.cuda.device_count())
     ]
-    text = f"{len(rates)} GPUs gave the known answers; copies"
-    return _fast_enough(text, min(rates), DEVICE_BYTES_S)
+    to, back = (min(each) for each in zip(*rates, strict=True))
+    there = _fast_enough(
+        f"{len(rates)} GPUs gave the known answers; copies to them", to, DEVICE_BYTES_S
+    )
+    return f"{there}; {_fast_enough('copies back', back, DEVICE_BYTES_S)}"
 
 
-def _check_device(device: Any, product: Any) -> float:
-    """Bytes per second of copies to a device."""
+def _beside(check: Callable[[], str]) -> str:
+    """Make a check of the GPUs, if the driver says that nobody uses them."""
+    used = [row for row in _ask_driver("--query-gpu=gpu_uuid,utilization.gpu") if row[1] != "0"]
+    if used:
+        raise NotCheckedError(f"{used[0][0]} may be in use, and other work goes first")
+    return check()
+
+
+def _check_device(device: Any, product: Any) -> tuple[float, float]:
+    """Bytes per second of copies to a device, and back."""
     import torch  # noqa: PLC0415
 
     one, other = (torch.from_numpy(each).to(device) for each in _matrices())
@@ -325,29 +365,150 @@ def _check_device(device: Any, product: Any) -> float:
         tall, wide = one.to(dtype).repeat(times, 1), other.to(dtype).repeat(1, times)
         found = (tall @ wide).to(torch.int32).view(times, SIZE, times, SIZE)
         if not bool((found == expected[None, :, None, :]).all()):
-            raise CheckFailedError(f"{device} multiplied {dtype} matrices wrongly")
+            raise CheckFailedError(f"{_named(device)} multiplied {dtype} matrices wrongly")
     data = torch.arange(MEMORY_BYTES // 8, dtype=torch.int64, device="cpu")
     data = data.pin_memory() if is_cuda else data
-    there, took_s = torch.empty_like(data, device=device), float("inf")
-    for _ in range(3):
-        began = time.perf_counter()
-        there.copy_(data)  # waits for the copy
-        took_s = min(took_s, time.perf_counter() - began)
-    if not torch.equal(data, there.cpu()):
-        raise CheckFailedError(f"bytes that were copied to {device} came back wrong")
-    return MEMORY_BYTES / took_s
+    there, back = torch.empty_like(data, device=device), torch.zeros_like(data)
+    back = back.pin_memory() if is_cuda else back
+    to_s, back_s = (
+        min(_copy_s(device, target, source) for _ in range(3))
+        for target, source in ((there, data), (back, there))
+    )
+    if not torch.equal(data, back):
+        raise CheckFailedError(f"bytes that were copied to {_named(device)} came back wrong")
+    return MEMORY_BYTES / to_s, MEMORY_BYTES / back_s
+
+
+def _named(device: Any) -> str:
+    """The device with its UUID as the driver writes it, which says which one to repair."""
+    import torch  # noqa: PLC0415
+
+    if device.type != "cuda":
+        return str(device)
+    return f"{device} (GPU-{torch.cuda.get_device_properties(device).uuid})"
+
+
+def _copy_s(device: Any, target: Any, source: Any) -> float:
+    """Seconds of a copy, by the clock of the device if it has one: a process that has to wait for a
+    processor makes no device slow."""
+    import torch  # noqa: PLC0415
+
+    if device.type != "cuda":
+        began_s = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - began_s
+    with torch.cuda.device(device):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        target.copy_(source, non_blocking=True)
+        ended.record()
+        ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3
+
+
+def check_device_clocks() -> str:
+    """Ask the driver whether hardware slows GPUs down, at rest and while they multiply matrices:
+    heat, or too little power, makes a GPU slow that computes rightly."""
+    import torch  # noqa: PLC0415
+
+    if not torch.cuda.is_available():
+        raise NotCheckedError("torch finds no GPU")
+    return clocks_at_work(
+        [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    )
+
+
+def clocks_at_work(devices: Sequence[Any]) -> str:
+    """The same, while `devices` work."""
+    at_rest = _slowed_devices()
+    stop, problems = threading.Event(), list[str]()
+    worker = threading.Thread(target=_keep_at_work, args=(devices, stop, problems))
+    worker.start()
+    try:
+        looks = []
+        for _ in range(CLOCK_LOOKS):
+            stop.wait(CLOCK_PAUSE_S)  # nobody sets it before
+            looks.append(_slowed_devices())
+    finally:
+        stop.set()
+        worker.join()
+    always = set(looks[0]).intersection(*looks)
+    slowed = {gpu: why for look in (at_rest, *looks) for gpu, why in look.items()}
+    if always and not problems:
+        words = ", ".join(f"{gpu} ({slowed[gpu]})" for gpu in sorted(always))
+        raise CheckFailedError(f"for as long as it works, hardware slows down {words}")
+    if slowed:
+        words = ", ".join(f"{gpu} ({why})" for gpu, why in sorted(slowed.items()))
+        raise NoticedError(f"at times, hardware slows down {words}; look at cooling and power")
+    if problems:
+        raise NotCheckedError(f"GPUs could not be kept at work: {problems[0]}")
+    return "hardware slows no GPU down, at rest or at work"
+
+
+def _slowed_devices() -> dict[str, str]:
+    """GPU that hardware slows down now → why, in words of the driver."""
+    try:
+        rows = _ask_slowdowns("clocks_event_reasons")
+    except NotCheckedError:  # drivers before 535
+        rows = _ask_slowdowns("clocks_throttle_reasons")
+    found = {
+        row[0]: [why for why, says in zip(SLOWDOWNS, row[1:], strict=True) if says.lower() in YES]
+        for row in rows
+    }
+    return {gpu: ", ".join(why) for gpu, why in found.items() if why}
+
+
+def _ask_slowdowns(group: str) -> list[list[str]]:
+    fields = ",".join(f"{group}.{reason}" for reason in SLOWDOWNS)
+    return _ask_driver(f"--query-gpu=gpu_uuid,{fields}")
+
+
+def _keep_at_work(devices: Sequence[Any], stop: threading.Event, problems: list[str]) -> None:
+    """Multiply matrices on `devices` until `stop`. What keeps it from that goes to `problems`."""
+    import torch  # noqa: PLC0415
+
+    try:
+        work = []
+        for device in devices:
+            is_cuda = device.type == "cuda"
+            size, dtype = (WORK_SIZE, torch.float16) if is_cuda else (SIZE, torch.float32)
+            one = torch.ones(size, size, device=device, dtype=dtype)
+            work.append((device, one, torch.empty_like(one)))
+        while not stop.is_set():
+            for _, one, product in work:
+                for _ in range(WORK_PRODUCTS):
+                    torch.mm(one, one, out=product)
+            for device, _, _ in work:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+    except RuntimeError as error:  # such as a lack of memory
+        problems.append(str(error).partition("\n")[0])
 
 
 def check_device_memory() -> str:
-    """Ask the driver for rows that could not be remapped, which it gives wrong bytes from, and for
-    errors that it could not correct."""
-    remapped = _ask_driver(
-        "--query-remapped-rows=gpu_uuid,remapped_rows.failure,remapped_rows.pending"
-    )
+    """Ask the driver for rows that could not be remapped, which it gives wrong bytes from, for
+    pages of older GPUs that could not be retired, and for errors that it could not correct."""
+    remapped = retired = list[list[str]]()
+    with suppress(NotCheckedError):  # each driver knows one of them at least
+        remapped = _ask_driver(
+            "--query-remapped-rows=gpu_uuid,remapped_rows.failure,remapped_rows.pending"
+        )
+    with suppress(NotCheckedError):
+        retired = _ask_driver(
+            "--query-gpu=gpu_uuid,retired_pages.single_bit_ecc.count,"
+            "retired_pages.double_bit.count,retired_pages.pending"
+        )
     failed = [row[0] for row in remapped if row[1].lower() in YES]
     if failed:
         raise CheckFailedError(f"rows of the memory of {', '.join(failed)} cannot be remapped")
     pending = [row[0] for row in remapped if row[2].lower() in YES]
+    remap = {row[0] for row in remapped if row[1].lower() in NO}
+    for gpu, *counts, waits in retired:
+        if gpu in remap:
+            continue
+        if sum(int(count) for count in counts if count.isdecimal()) >= RETIRED_PAGES_MAX:
+            raise CheckFailedError(f"no more pages of the memory of {gpu} can be retired")
+        pending += [gpu] if waits.lower() in YES else []
     wrong = [
         row[0]
         for row in _ask_driver("--query-gpu=gpu_uuid,ecc.errors.uncorrected.volatile.total")
@@ -382,6 +543,29 @@ def _ask_driver(query: str) -> list[list[str]]:
     rows = [[field.strip() for field in row.split(",")] for row in done.stdout.splitlines()]
     width = query.count(",") + 1
     return [row for row in rows if len(row) == width]
+
+
+def check_kernel_log() -> str:
+    """Look in the kernel's log for faults of this container's GPUs that nothing has ended."""
+    kernel = KernelLog()
+    try:
+        faults = kernel.past_faults()
+    finally:
+        kernel.close()
+    if faults is None:
+        raise NotCheckedError("the kernel's log, or the folder of the driver, cannot be read")
+    for error, found in (
+        (CheckFailedError, [fault for fault in faults if fault.unusable]),
+        (NoticedError, faults),
+    ):
+        if found:
+            raise error("; ".join(map(_fault_in_words, found)))
+    return "the kernel has reported no fault of a GPU since its driver was loaded"
+
+
+def _fault_in_words(fault: KernelMessage) -> str:
+    age_s = time.monotonic() - (fault.at_s or 0.0)
+    return f"{age_in_words(max(0.0, age_s))} ago, the kernel wrote: {fault.text}"
 
 
 # --- what connects devices and nodes --------------------------------------------------------------
@@ -451,6 +635,7 @@ def _reduce(rank: int, backend: str, count: int, directory: str, limit_s: float)
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -471,6 +656,14 @@ def _reduce(rank: int, backend: str, count: int, directory: str, limit_s: float)
     dist.destroy_process_group()
     if wrong:
         sys.exit(WRONG_SUM)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that has started it ends, however that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a child of `all_reduce` runs this"
+    parent.join()
+    os._exit(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -512,17 +705,25 @@ def check_links(daemon: DaemonAddress | None) -> str:
     return str(found.found)
 
 
-def checks_of(daemon: DaemonAddress | None) -> dict[str, Callable[[], str]]:
-    """All checks by their names, in order."""
+def checks_of(
+    daemon: DaemonAddress | None, *, beside: bool = False
+) -> dict[str, Callable[[], str]]:
+    """All checks by their names, in order; `beside` other work, GPUs in use are left alone."""
+
+    def of_devices(check: Callable[[], str]) -> Callable[[], str]:
+        return partial(_beside, check) if beside else check
+
     return {
         "processors": check_processors,
         "memory": check_memory,
         "shared memory": check_shared_memory,
         "disk": check_disk,
         "clock": check_clock,
-        "GPUs": check_devices,
+        "GPUs": of_devices(check_devices),
+        "GPU clocks": of_devices(check_device_clocks),
         "GPU memory": check_device_memory,
-        "GPU links": check_device_links,
+        "kernel log": check_kernel_log,
+        "GPU links": of_devices(check_device_links),
         "links": partial(check_links, daemon),
     }
 
@@ -530,10 +731,10 @@ def checks_of(daemon: DaemonAddress | None) -> dict[str, Callable[[], str]]:
 # --- all of them ----------------------------------------------------------------------------------
 
 
-def run_checks(daemon: DaemonAddress | None) -> Iterator[Result]:
+def run_checks(daemon: DaemonAddress | None, *, beside: bool) -> Iterator[Result]:
     """Run all checks in this process, one after the other. For `main`: who wants results calls
     `NodeChecks`."""
-    for name, check in checks_of(daemon).items():
+    for name, check in checks_of(daemon, beside=beside).items():
         try:
             yield Result(name, Outcome.PASSED, check())
         except CheckFailedError as error:
@@ -550,37 +751,67 @@ class NodeChecks:
 
     Args:
         daemon: what is asked about links; None for nothing.
+        beside: whether other work goes first. The checks then get only what nobody else uses of the
+            processors, and leave GPUs alone that are in use.
     """
 
-    def __init__(self, daemon: DaemonAddress | None) -> None:
+    def __init__(self, daemon: DaemonAddress | None, *, beside: bool = False) -> None:
         named = () if daemon is None else ("--socket", str(daemon.socket), "--job", daemon.job)
+        options = (*named, "--beside") if beside else named
+        self._beside = beside
         self._until = time.monotonic() + LIMIT_S
         self._problem = ""
         """Why the process could not be started."""
+        # In memory, and not in a pipe: nobody reads it before the end, and NCCL may write much.
+        self._output = os.fdopen(os.memfd_create("node-checks"), "rb")
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.node_checks", *named],
+                [sys.executable, "-m", "holdfast.node_checks", *options],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=self._output,
             )
         except OSError as error:
+            self._output.close()
             self._problem = f"no process can be started: {error.strerror}"
+
+    def require(self) -> None:
+        """Wait for the results, as `results` does, and log them.
+
+        Raises:
+            CheckFailedError: this node must not take part; the message names what has failed.
+        """
+        results = self.results()
+        for result in results:
+            level = logging.WARNING if result.outcome is Outcome.NOTICED else logging.INFO
+            log.log(level, "check of %s: %s: %s", result.check, result.outcome, result.text)
+        if failures := failures_in_words(results):
+            log.error("this node does not take part: %s", failures)
+            raise CheckFailedError(failures)
+
+    def is_over(self) -> bool:
+        """Whether `results` would not wait for the process."""
+        return bool(self._problem) or (
+            self._process.poll() is not None or time.monotonic() > self._until
+        )
 
     def results(self) -> list[Result]:
         """Wait for the results, for `LIMIT_S` at most. If an instruction ended the process, or it
-        did not end, the check that it was at has failed."""
+        did not end, the check that it was at has failed. Beside other work, a process that only
+        needed more of the processors has not."""
         if self._problem:
             return [Result("all", Outcome.NOT_CHECKED, self._problem)]
         try:
-            written = self._wait(self._until - time.monotonic())
+            self._process.wait(max(0.0, self._until - time.monotonic()))
             outcome, end = self._end()
         except subprocess.TimeoutExpired:
+            starved = self._beside and self._wants_processor()
             self._process.kill()
-            try:
-                written = self._wait(KILL_S)
-            except subprocess.TimeoutExpired as error:  # the kernel does not let go of it
-                written = error.output or b""
-            outcome, end = Outcome.FAILED, f"did not end within {LIMIT_S:.0f} s"
+            with suppress(subprocess.TimeoutExpired):  # the kernel does not let go of it
+                self._process.wait(KILL_S)
+            outcome = Outcome.NOT_CHECKED if starved else Outcome.FAILED
+            end = f"did not end within {LIMIT_S:.0f} s"
+        written = os.pread(self._output.fileno(), OUTPUT_BYTES_MAX, 0)
+        self._output.close()
         lines = written.decode(errors="replace").splitlines()
         found = [result for line in lines if (result := _read_result(line)) is not None]
         names = list(checks_of(None))
@@ -593,11 +824,17 @@ class NodeChecks:
         """End the process, if it has not ended."""
         if not self._problem:
             self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S)
+            self._output.close()
 
-    def _wait(self, timeout_s: float) -> bytes:
-        """What the process has written, once it has ended."""
-        written, _ = self._process.communicate(timeout=max(0.0, timeout_s))
-        return bytes(written)
+    def _wants_processor(self) -> bool:
+        """Whether a thread of the process runs, or waits for a processor."""
+        with suppress(OSError):
+            for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
+                if (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R":
+                    return True
+        return False
 
     def _end(self) -> tuple[Outcome, str]:
         """What the end of the process says about the node, and how it ended; empty if as usual."""
@@ -610,6 +847,52 @@ class NodeChecks:
                 f"was ended by signal {-code}",
             )
         return Outcome.NOT_CHECKED, f"ended with code {code}" if code else ""
+
+
+class RepeatedChecks:
+    """Rounds of checks of a node that waits for its first world, beside other work: what breaks
+    meanwhile is found before training depends on it.
+
+    Has no thread: whoever waits calls `look`.
+
+    Args:
+        daemon: what is asked about links.
+        pause_s: time from one round to the next, give or take `JITTER` of it.
+    """
+
+    def __init__(self, daemon: DaemonAddress, pause_s: float) -> None:
+        self._daemon, self._pause_s = daemon, pause_s
+        self._round: NodeChecks | None = None
+        self._due = self._next_due()
+
+    def look(self) -> float:
+        """Start a round that is due, or judge one that has ended. Does not wait, except a few
+        seconds for the end of a process that has taken too long.
+
+        Returns:
+            Seconds after which to call this again.
+
+        Raises:
+            CheckFailedError: this node must not take part; the message names what has failed.
+        """
+        if self._round is None:
+            if (left_s := self._due - time.monotonic()) > 0:
+                return left_s
+            self._round = NodeChecks(self._daemon, beside=True)
+        if not self._round.is_over():
+            return ASK_AGAIN_S
+        self._round.require()
+        self._round, self._due = None, self._next_due()
+        return self._due - time.monotonic()
+
+    def stop(self) -> None:
+        """End the round that runs, if there is one."""
+        if self._round is not None:
+            self._round.stop()
+
+    def _next_due(self) -> float:
+        factor = random.uniform(1 - JITTER, 1 + JITTER)
+        return time.monotonic() + self._pause_s * factor
 
 
 def failures_in_words(results: Sequence[Result]) -> str:
@@ -638,13 +921,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--socket", type=Path, help="the daemon's socket (daemon.sock)")
     parser.add_argument("--job", help="key of the job")
+    parser.add_argument(
+        "--beside",
+        action="store_true",
+        help="other work goes first: use only what is left of the processors, and no GPU that is "
+        "in use",
+    )
     args = parser.parse_args(argv)
     if (args.socket is None) != (args.job is None):
         parser.error("--socket and --job go together: give both, or none")
     named = args.socket is not None
     daemon = DaemonAddress(socket=args.socket, job=args.job) if named else daemon_of_environment()
+    if args.beside:
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     failed = False
-    for result in run_checks(daemon):
+    for result in run_checks(daemon, beside=args.beside):
         print(json.dumps(asdict(result)), flush=True)
         failed |= result.outcome is Outcome.FAILED
     return int(failed)

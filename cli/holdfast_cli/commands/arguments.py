@@ -128,11 +128,12 @@ _PREFLIGHT_EPILOG = """
 
 Processors and GPUs compute what is known, and memory, /dev/shm, disk and GPUs give back what was
 written to them, each at a rate that every healthy machine has. The kernel says whether the clock is
-synchronised, and the driver whether memory of a GPU is worn out. GPUs of a node sum numbers with
-NCCL. In a trainer's pod, which names the daemon and the job, the daemon compares the links of the
-node with those of the job's other nodes. Launchers do the same before they take part, and on
-spares, if the job sets failurePolicy.checkNodes: a node that fails is replaced, and
-`holdfast nodes` remembers it. Ends with code 1 if a check fails.
+synchronised, and the driver whether memory of a GPU is worn out, whether heat slows it down, and
+whether it has failed before. GPUs of a node sum numbers with NCCL. In a trainer's pod, which names
+the daemon and the job, the daemon compares the links of the node with those of the job's other
+nodes. Launchers do the same before they take part, and on spares now and then, if the job sets
+failurePolicy.checkNodes: a node that fails is replaced, and `holdfast nodes` remembers it. Ends
+with code 1 if a check fails.
 """
 
 

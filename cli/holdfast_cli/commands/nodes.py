@@ -192,6 +192,7 @@ def as_json(
                 "failures": [
                     {
                         "kind": failure.kind.value,
+                        "device": failure.device,
                         "job": failure.job,
                         "epoch": failure.epoch,
                         "at": failure.at,
@@ -247,7 +248,8 @@ def _failures(
     """The newest failures of a node in words, a line each. Those that are `pardoned` do not
     count."""
     for failure in failures[: -SHOWN - 1 : -1]:
-        what = f"{IN_WORDS[failure.kind]}, {failure.job} in epoch {failure.epoch}"
+        device = f" ({failure.device})" if failure.device else ""
+        what = f"{IN_WORDS[failure.kind]}{device}, {failure.job} in epoch {failure.epoch}"
         why = " (alike on several nodes: does not count)" if failure in pardoned else ""
         yield f"{what}, {age_in_words(now - failure.at)} ago{why}"
     more = len(failures) - SHOWN

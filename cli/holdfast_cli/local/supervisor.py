@@ -217,7 +217,8 @@ class Supervisor:
     def _standby_view(self, node: str, agent: AgentRecord) -> StandbyView:
         state, code = self._state_of(node, agent)
         ready = self._directory.ready_file(node, agent.attempt).exists()
-        return StandbyView(node=node, state=state, ready=ready, exit_code=code)
+        lines = self._last_lines.get((node, agent.attempt), "") if code else ""
+        return StandbyView(node=node, state=state, ready=ready, exit_code=code, last_lines=lines)
 
     def _state_of(self, node: str, agent: AgentRecord) -> tuple[AgentState, int | None]:
         """State of an agent, and its exit code if it has ended by itself."""

@@ -17,6 +17,8 @@ KEEP_FAILED_S = 3600.0
 """Seconds for which the snapshots of a failed job stay in memory, unless the job sets others."""
 REFORM_S = 30.0
 """Seconds that a worker which stays has to join the new world, unless the job sets others."""
+RECHECK_S = 1800.0
+"""Seconds between two checks of a node where a launcher waits, unless the job sets others."""
 
 
 class On(StrEnum):
@@ -306,6 +308,21 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             },
         ),
     ] = False
+    recheck_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=YEAR_S,
+            description="the seconds between two checks of a node where a launcher waits",
+            examples=[1800],
+            extra={
+                "more": "With checkNodes. Checks are repeated, with the lowest priority and on "
+                "idle GPUs only, while a launcher waits for its first world, as on a spare; each "
+                "pause is up to a quarter shorter or longer. A node that fails one is treated as "
+                "one that fails before it takes part. Applies to pods that start after an edit."
+            },
+        ),
+    ] = RECHECK_S
     on_straggler: Annotated[
         OnStraggler,
         Meta(

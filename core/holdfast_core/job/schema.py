@@ -17,7 +17,7 @@ from msgspec import Meta, field
 
 from holdfast_core.job.documents import YEAR_S, Document
 from holdfast_core.job.elastic import ElasticExperts, ElasticVariable
-from holdfast_core.job.failures import REFORM_S, FailurePolicy
+from holdfast_core.job.failures import RECHECK_S, REFORM_S, FailurePolicy
 from holdfast_core.job.persistence import Persistence, RestoreSpec
 from holdfast_core.job.policies.registered import PolicyType
 from holdfast_core.job.references import resolve_env
@@ -399,10 +399,14 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
         """Options of the launcher that are the same wherever it runs. A default is left out: the
         launcher in the job's image may be too old to know the option."""
         policy = self.spec.failure_policy
-        reform = (
-            () if policy.reform_seconds == REFORM_S else ("--reform-s", str(policy.reform_seconds))
-        )
-        return (*reform, "--check-node") if policy.check_nodes else reform
+        options: list[str] = []
+        if policy.reform_seconds != REFORM_S:
+            options += ["--reform-s", str(policy.reform_seconds)]
+        if policy.check_nodes:
+            options.append("--check-node")
+            if policy.recheck_seconds != RECHECK_S:
+                options += ["--recheck-s", str(policy.recheck_seconds)]
+        return tuple(options)
 
     @property
     def variables(self) -> dict[str, str]:

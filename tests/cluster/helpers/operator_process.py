@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -22,10 +23,16 @@ class OperatorProcess:
 
     Args:
         namespace: for its Lease, its EndpointSlice, and the only one whose jobs it carries out.
+        options: further ones of its command.
     """
 
     def __init__(
-        self, kubeconfig: Path, namespace: str, log: Path, identity: str = "replica-0"
+        self,
+        kubeconfig: Path,
+        namespace: str,
+        log: Path,
+        identity: str = "replica-0",
+        options: Sequence[str] = (),
     ) -> None:
         self.control_port, self.http_port = _free_port(), _free_port()
         self.log = log
@@ -43,6 +50,7 @@ class OperatorProcess:
             *("--node-record", NODE_RECORD),
             *("--storage-location", '{"prefix": "s3://bucket"}'),
             "--insecure",  # for daemons of tests that only speak Control
+            *options,
         ]
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -147,10 +147,13 @@ def _made(cluster: Cluster) -> bool:
 
 
 @pytest.fixture
-def world(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[World]:
-    log = tmp_path / "operator.log"
+def world(
+    cluster: Cluster, namespace: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[World]:
+    """The parameter, if there is one, holds further options of the operator."""
+    log, options = tmp_path / "operator.log", getattr(request, "param", ())
     with (
-        OperatorProcess(cluster.kubeconfig, namespace, log) as operator,
+        OperatorProcess(cluster.kubeconfig, namespace, log, options=options) as operator,
         ControlDaemons(operator.control, NODES, cluster.kubeconfig, namespace) as daemons,
     ):
         world = World(cluster, operator, daemons)

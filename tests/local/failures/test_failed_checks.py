@@ -13,6 +13,7 @@ from local_jobs import make_job
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_cli.local.directory import RunDirectory
 from holdfast_cli.local.node_record import read_record
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.node_failures import FailureKind
 from holdfast_operator.reconciler.observe.counters import Outcome
 
@@ -36,21 +37,55 @@ with holdfast.init(model=model, optimizer=torch.optim.AdamW(model.parameters()))
 """
 WAIT_S = 200.0
 
+BREAKS_LATER = """
+import os, pathlib, sys
+if "--beside" in sys.orig_argv and (pathlib.Path(__file__).parent / "broken").exists():
+    import hashlib
+    right = hashlib.sha256
+    hashlib.sha256 = lambda data=b"": right(data + b"!")
+"""
+"""Runs in each Python process: while a launcher waits, processors begin to compute wrongly."""
+
+TRAINS_ON = """
+import pathlib, time, torch, holdfast
+model = torch.nn.Linear(4, 4)
+with holdfast.init(model=model, optimizer=torch.optim.AdamW(model.parameters())) as session:
+    step = session.restore() or 0
+    while not (pathlib.Path(__file__).parent / "enough").exists():
+        time.sleep(0.1)
+        step += 1
+        session.save(step)
+"""
+
+
+def job_of(directory: Path, planted: str, script: str, **policy: object) -> MoETrainingJob:
+    """A job of one member with a spare, which runs `script`; each of its Python processes runs
+    `planted` first."""
+    (directory / "sitecustomize.py").write_text(planted)
+    (directory / "train.py").write_text(script)
+    return make_job(
+        "checked",
+        [sys.executable, str(directory / "train.py")],
+        env={"PYTHONPATH": str(directory)},
+        snapshot={"memoryPerNode": "16Mi"},
+        redundancy={"type": "None"},
+        failurePolicy={"spares": 1, "checkNodes": True, **policy},
+    )
+
+
+def failures(directory: Path) -> dict[str, list[FailureKind]]:
+    """Node → the kinds of its failures in the run's record."""
+    record, problems = read_record(
+        RunDirectory(directory / "run", "").node_failures_file, time.time()
+    )
+    assert not problems
+    return {node: [failure.kind for failure in found] for node, found in record.items()}
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_node_that_computes_wrongly_takes_no_part_and_is_remembered(directory: Path) -> None:
-    (directory / "sitecustomize.py").write_text(BROKEN)
-    script = directory / "train.py"
-    script.write_text(TRAINS)
-    job = make_job(
-        "checked",
-        [sys.executable, str(script)],
-        env={"PYTHONPATH": str(directory)},
-        snapshot={"memoryPerNode": "16Mi"},
-        redundancy={"type": "None"},
-        failurePolicy={"spares": 1, "checkNodes": True},
-    )
+    job = job_of(directory, BROKEN, TRAINS)
 
     async def run() -> tuple[Outcome, Status]:
         async with LocalCluster(job, LocalSettings(directory=directory / "run")) as cluster:
@@ -65,8 +100,33 @@ def test_a_node_that_computes_wrongly_takes_no_part_and_is_remembered(directory:
     assert "processors: a product of integers is not the known one" in (
         status.last_failure.last_lines
     )
-    record, problems = read_record(
-        RunDirectory(directory / "run", "").node_failures_file, time.time()
-    )
-    assert [failure.kind for failure in record["n0"]] == [FailureKind.FAILED_CHECK]
-    assert not problems
+    assert failures(directory) == {"n0": [FailureKind.FAILED_CHECK]}
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_a_spare_that_breaks_while_it_waits_is_remembered_and_training_goes_on(
+    directory: Path,
+) -> None:
+    job = job_of(directory, BREAKS_LATER, TRAINS_ON, recheckSeconds=1)
+
+    async def run() -> tuple[Outcome, Status]:
+        async with LocalCluster(job, LocalSettings(directory=directory / "run")) as cluster:
+            await cluster.wait_for(
+                lambda status: any(node.standby == "ready" for node in status.local.nodes),
+                timeout_s=WAIT_S,
+            )
+            (directory / "broken").touch()
+            await cluster.wait_for(
+                lambda status: any(e.reason == "StandbyExited" for e in status.local.events),
+                timeout_s=WAIT_S,
+            )
+            (directory / "enough").touch()
+            return await cluster.finished(timeout_s=WAIT_S), cluster.status
+
+    outcome, status = asyncio.run(run())
+    assert outcome is Outcome.COMPLETE and not status.recoveries
+    [text] = {e.message for e in status.local.events if e.reason == "StandbyExited"}
+    assert "the standby agent on n1 did not take part, because a check of its node failed" in text
+    assert failures(directory) == {"n1": [FailureKind.FAILED_CHECK]}

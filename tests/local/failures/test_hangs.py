@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ from holdfast_core.job.status import Phase
 WAIT_S = 120.0
 
 TRAINS = """
-import os, pathlib, sys, time, torch, holdfast
+import os, pathlib, subprocess, sys, time, torch, holdfast
 import torch.distributed as dist
 
 where, blocks = pathlib.Path(sys.argv[1]), sys.argv[2].split(",")
@@ -54,6 +56,13 @@ def write_checkpoint():
     (where / "mount.fifo").open("wb").close()  # of a mount that does not answer
 
 
+def write_to_frozen_mount():
+    with (where / "mount" / "checkpoint").open("wb", buffering=0) as file:
+        file.write(b"1")
+        subprocess.run(["fsfreeze", "--freeze", where / "mount"], check=True)
+        file.write(b"2")
+
+
 def train():
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -62,6 +71,8 @@ def train():
         for batch in torch.utils.data.DataLoader(Data(), num_workers=int(sys.argv[3])):
             if step == 6 and rank == 1 and is_first("storage"):
                 write_checkpoint()
+            if step == 6 and rank == 1 and is_first("frozen"):
+                write_to_frozen_mount()
             if step == 9 and rank == 1 and is_first("leaves"):
                 dist.barrier(pairs[0])
                 break
@@ -87,6 +98,28 @@ def directory() -> Iterator[Path]:
         os.mkfifo(path / "data.fifo")
         os.mkfifo(path / "mount.fifo")
         yield path
+
+
+@pytest.fixture
+def mount(directory: Path) -> Iterator[Path]:
+    """A file system of its own, which can be frozen: what writes to it then is in state D."""
+    programs = ("mkfs.ext4", "mount", "fsfreeze")
+    if os.geteuid() or not all(map(shutil.which, programs)):
+        pytest.skip(f"needs root, and the programs {', '.join(programs)}")
+    image, path = directory / "image", directory / "mount"
+    path.mkdir()
+    image.touch()
+    os.truncate(image, 16 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    if subprocess.run(["mount", "-o", "loop", str(image), str(path)], check=False).returncode:
+        pytest.skip("this machine mounts no images")
+    yield path
+    thaw(path)
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def thaw(path: Path) -> None:
+    subprocess.run(["fsfreeze", "--unfreeze", str(path)], check=False, stderr=subprocess.DEVNULL)
 
 
 def job_of(directory: Path, blocks: str, helpers: int = 0) -> MoETrainingJob:
@@ -257,3 +290,24 @@ def test_a_hang_is_noticed_by_what_was_learned_and_pauses_that_compute_are_none(
         assert hang_limits.PAUSES * pause_s < took_s < hang_limits.HANGING_S / 3
         (text,) = inspections(status)
         assert "rank 1 is in code of the script, in `wait_for_data` " in text
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_a_rank_that_waits_for_a_mount_which_does_not_answer_is_named(
+    directory: Path, mount: Path
+) -> None:
+    """Nothing can interrupt it, so it has no stack to show."""
+
+    async def hang() -> Status:
+        settings = LocalSettings(directory=directory / "run")
+        async with LocalCluster(job_of(directory, "frozen"), settings) as cluster:
+            await cluster.wait_for(lambda status: bool(inspections(status)), timeout_s=WAIT_S)
+            thaw(mount)  # or the rank could not even be killed
+            await cluster.wait_for(lambda status: recovered(status, 1), timeout_s=WAIT_S)
+            return cluster.status
+
+    (text,) = inspections(asyncio.run(hang()))
+    where = f"rank 1 is waiting in write of {mount / 'checkpoint'} and cannot be interrupted"
+    assert f"{where} (state D): for storage or a driver; 3 others are waiting in " in text

@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 from holdfast_core.kernel_messages import (
     TEXT_CHARACTERS_MAX,
     KernelMessageKind,
+    device_at_fault,
+    device_in,
     explaining,
     gpu_id,
+    is_device,
     message_of,
     messages_in,
+    standing_faults,
 )
 from holdfast_core.states import EndReason
 
@@ -127,3 +131,68 @@ def test_in_a_container_lines_about_processes_of_others_are_not_shown() -> None:
 @given(st.text())
 def test_no_text_is_too_strange(records: str) -> None:
     assert all(message.text.isprintable() for message in messages_in(records))
+
+
+# --- faults of the past ---------------------------------------------------------------------------
+
+GPU, OTHER = "0000:3b:00", "0000:5e:00"
+
+
+def at(second: int, text: str, gpu: str = GPU) -> str:
+    return f"4,1,{second}000000,-;{text.format(gpu)}\n"
+
+
+DIES, ECC, CRASH = (f"NVRM: Xid (PCI:{{}}): {xid}, pid='<unknown>'" for xid in (79, 48, 13))
+RECOVERS = "NVRM: Xid (PCI:{}): 154, GPU recovery action changed from 0x1 (Reset) to 0x0 (None)"
+LOADS = "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  550.90.07"
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([at(1, CRASH)], []),
+        ([at(1, DIES), at(2, ECC)], [(GPU, 1.0, True)]),
+        ([at(1, ECC), at(2, DIES), at(3, DIES)], [(GPU, 3.0, True)]),
+        ([at(1, ECC), at(2, ECC)], [(GPU, 2.0, False)]),
+        ([at(1, DIES), at(2, RECOVERS)], []),
+        ([at(1, DIES), at(2, RECOVERS, OTHER)], [(GPU, 1.0, True)]),
+        ([at(1, DIES), at(2, LOADS)], []),
+        ([at(1, DIES), at(2, LOADS), at(3, ECC)], [(GPU, 3.0, False)]),
+        ([at(1, DIES, OTHER), at(2, DIES, "0000:99:00")], [(OTHER, 1.0, True)]),
+        ([at(1, DIES).replace("4,", "12,", 1)], []),  # a user wrote it
+    ],
+)
+def test_a_fault_stands_until_its_gpu_recovers_or_the_driver_is_loaded(
+    records: list[str], expected: list[tuple[str, float, bool]]
+) -> None:
+    for parts in (records, ["".join(records)]):
+        found = standing_faults(parts, {GPU, OTHER})
+        assert [(each.gpu, each.at_s, each.unusable) for each in found] == expected
+
+
+# --- which device ---------------------------------------------------------------------------------
+
+UUID = "GPU-8f0b2c3d-0a1b-2c3d-4e5f-00112233aabb"
+
+
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [
+        (f"rows of the memory of {UUID}, GPU-x cannot be remapped", UUID),
+        (f"cuda:3 ({UUID.upper()}) multiplied matrices wrongly", UUID),
+        ("2 hours ago, the kernel wrote: NVRM: Xid (PCI:00000000:3B:00.0): 79, x", GPU),
+        ("the process on cuda:3 ended with 1", ""),
+        (f"{UUID}0 and {UUID[:-1]}", ""),
+        ("0000:3b:00", ""),  # this may be anything
+        ("", ""),
+    ],
+)
+def test_a_text_names_a_device_in_the_forms_of_the_driver_alone(text: str, device: str) -> None:
+    assert device_in(text) == device
+    assert is_device(device) == bool(device)
+
+
+def test_the_device_at_fault_is_that_of_the_newest_fault() -> None:
+    lines = [DIES.format(OTHER), ECC.format(GPU), CRASH.format(OTHER), "anything"]
+    assert device_at_fault("\n".join(lines)) == GPU
+    assert device_at_fault("\n".join(lines[2:])) == ""

@@ -34,6 +34,7 @@ from holdfast_core.node_failures import (
 
 NOW = 1.7e9
 DAY_S = 86400.0
+UUID, PCI = "GPU-8f0b2c3d-0a1b-2c3d-4e5f-00112233aabb", "0000:3b:00"
 CONFIG_MAP_BYTES_MAX = 1 << 20
 
 
@@ -44,8 +45,10 @@ def failure(
     job: str = "team.moe",
     epoch: int = 1,
     alike: str = "",
+    device: str = "",
 ) -> NodeFailure:
-    return NodeFailure(kind=kind, job=job, epoch=epoch, at=NOW - days_ago * DAY_S, alike=alike)
+    at = NOW - days_ago * DAY_S
+    return NodeFailure(kind=kind, job=job, epoch=epoch, at=at, alike=alike, device=device)
 
 
 def rated(record: dict[str, list[NodeFailure]], *, days_later: float = 0.0) -> dict[str, Rating]:
@@ -176,6 +179,7 @@ def test_the_largest_record_fits_into_a_config_map() -> None:
                 job="j" * 400,
                 epoch=2**62 + number,
                 alike="f" * 99,
+                device=UUID,
             ),
         )
         for node in range(NODES_MAX)
@@ -189,6 +193,29 @@ def test_the_largest_record_fits_into_a_config_map() -> None:
     first = document[min(document)][0]
     assert len(str(first["job"])) == JOB_CHARACTERS_MAX
     assert len(str(first["alike"])) == ALIKE_CHARACTERS
+    assert first["device"] == UUID
+
+
+@pytest.mark.parametrize(
+    ("device", "kept"),
+    [(UUID, UUID), ("0000:3b:00", "0000:3b:00"), ("GPU-1", ""), ("\x1b[2J", ""), ("x" * 999, "")],
+)
+def test_a_device_is_one_or_is_dropped(device: str, kept: str) -> None:
+    (known,) = added({}, ("n1", failure(device=device)))["n1"]
+    assert known.device == kept
+    record, problems = from_document(
+        {"n1": [{**to_document({"n1": (failure(),)})["n1"][0], "device": device}]}, now=NOW
+    )
+    assert [each.device for each in record["n1"]] == [kept] and not problems
+
+
+def test_a_failure_keeps_the_device_that_is_known_of_it() -> None:
+    known = failure(kind=FailureKind.FAILED_CHECK, device=UUID)
+    others = [failure(), failure(kind=FailureKind.HARDWARE_FAULT), failure(-1e-4, device=PCI)]
+    for other in others:
+        for pairs in ([known, other], [other, known]):
+            (found,) = added({}, *(("n1", each) for each in pairs))["n1"]
+            assert found.device == UUID
 
 
 def test_old_failures_and_names_of_no_node_are_left_out() -> None:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from holdfast_core.kernel_messages import (
@@ -20,6 +21,7 @@ from holdfast_core.kernel_messages import (
     KernelMessageKind,
     gpu_id,
     messages_in,
+    standing_faults,
 )
 
 RECENT_S = 60.0
@@ -33,6 +35,8 @@ RECORD_BYTES = 8192
 """Size of a read, as the kernel's own readers have it: a record never exceeds it."""
 RECORDS_MAX = 10_000
 """Records that one look reads: a kernel that writes faster must not hold up the launcher."""
+PAST_RECORDS_MAX = 1_000_000
+"""Records of the past that are read: more than any kernel keeps."""
 SHOWN = 4
 """Newest messages about one failure that people see."""
 OUTERMOST_PIDS = 0xEFFFFFFC
@@ -43,6 +47,7 @@ class KernelLog:
     """The kernel's messages since this was made, or since `forget`. Any thread may call it.
 
     Args:
+        file: the log.
         gpus: the folder of the driver with a folder for each GPU of this container. Without it,
             messages about GPUs are shown, and are evidence of nothing.
         pids: the namespace of this container's processes.
@@ -70,6 +75,18 @@ class KernelLog:
                 os.lseek(self._fd, 0, os.SEEK_END)
             except OSError:  # Some containers have a terminal there, whose input is not ours.
                 self.close()
+
+    def past_faults(self) -> list[KernelMessage] | None:
+        """Faults of GPUs of this container from before this was made, which nothing has ended (see
+        `standing_faults`); None where the log, or which GPUs this container has, cannot be read.
+        Begins with the oldest record that the kernel has; call it before anything else."""
+        with self._lock:
+            if self._fd is None or not self._gpus:
+                return None
+            os.lseek(self._fd, 0, os.SEEK_SET)
+            records = iter(self._read, "")
+            faults = standing_faults(islice(records, PAST_RECORDS_MAX), self._gpus)
+            return None if self._fd is None else faults
 
     def look(self) -> None:
         """Read what was written since the last call."""

@@ -162,6 +162,17 @@ class Daemon(Protocol):
         """Close the connection, and end all calls that wait on it."""
 
 
+class WhileWaiting(Protocol):
+    """Something to do while a node waits for its first world."""
+
+    def look(self) -> float:
+        """Go on with it, without waiting. Returns seconds after which to call this again. What it
+        raises ends the wait, and reaches the caller of `next_rendezvous`."""
+
+    def stop(self) -> None:
+        """End it: the first world has begun."""
+
+
 class KillWorkers(Protocol):
     """Kills the workers of `lanes` at once; None: all workers."""
 
@@ -272,6 +283,8 @@ class HoldfastRendezvous(RendezvousHandler):
         kill: kills workers of this agent at once, whatever state they are in: all of them, or those
             of the lanes that it is given. If the agent has children other than workers, replace it
             before the first rendezvous. Any thread calls it.
+        while_waiting: what this node does while it waits for its first world; None for nothing.
+            The thread that calls `next_rendezvous` calls it.
     """
 
     def __init__(
@@ -279,6 +292,7 @@ class HoldfastRendezvous(RendezvousHandler):
     ) -> None:
         self.kill: KillWorkers = kill_children
         self.list_workers: Callable[[], Mapping[int, int]] = dict
+        self.while_waiting: WhileWaiting | None = None
         self._daemon, self._job, self._host, self._reform_s = daemon, job, host, reform_s
         self._joined = JoinedWorld()
         self._published: JoinedWorld | None = None
@@ -432,6 +446,8 @@ class HoldfastRendezvous(RendezvousHandler):
             self._owner = object()
             self._joined, self._published = replace(self._joined, store=None), None
         self._daemon.close()
+        if self.while_waiting is not None:
+            self.while_waiting.stop()
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -442,6 +458,7 @@ class HoldfastRendezvous(RendezvousHandler):
             RendezvousConnectionError: the daemon does not answer, has another protocol version,
                 denies this job to this process, or is too old to pass on the store's key. The cause
                 is in `__cause__`, if there is one.
+            Exception: what `while_waiting` raises.
         """
         # Become the owner, so that the thread that watches the last epoch changes nothing more.
         mine = object()
@@ -450,9 +467,13 @@ class HoldfastRendezvous(RendezvousHandler):
             after_epoch = self.epoch
         # Ask for a newer world, and enter its store.
         while True:
-            world = self._ask(after_epoch, ASK_S)
+            beside = None if after_epoch else self.while_waiting
+            wait_s = ASK_S if beside is None else min(ASK_S, beside.look())
+            world = self._ask(after_epoch, wait_s)
             if not world.ready or world.epoch <= after_epoch:
                 continue
+            if beside is not None:
+                beside.stop()
             entered = self._enter_store(mine, world)
             if entered is None:
                 continue

@@ -19,7 +19,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from holdfast_core.exit_codes import RETRYABLE
 from holdfast_core.job.parsing import FailureRule, On
@@ -30,7 +30,7 @@ from holdfast_core.states import EndReason
 from holdfast_operator.reconciler.failures.failure_rules import is_permanent
 from holdfast_operator.reconciler.observe.evidence import Cause
 from holdfast_operator.reconciler.observe.lookups import ranks_in
-from holdfast_operator.reconciler.observe.text import failed_check
+from holdfast_operator.reconciler.observe.text import checked_device, failed_check
 from holdfast_operator.reconciler.observe.views import BlamedNode, ControlState
 from holdfast_operator.reconciler.rules import Observation
 
@@ -47,12 +47,13 @@ def blamed_nodes(
     lost = {cause.member for cause in causes if cause.on is On.NODE_LOST}
     faulty = {cause.member for cause in causes if cause.hardware_fault} - lost
     unfit = {cause.member for cause in causes if cause.failed_check} - lost - faulty
+    devices = {each.member: each.device for each in causes if each.unfit_node and each.device}
     found: Iterable[BlamedNode]
     if lost or unfit or faulty:
         found = (
-            *_each(membership, lost, FailureKind.LOST_NODE, state.announced),
-            *_each(membership, faulty, FailureKind.HARDWARE_FAULT),
-            *_each(membership, unfit, FailureKind.FAILED_CHECK),
+            *_each(membership, lost, FailureKind.LOST_NODE, {}, state.announced),
+            *_each(membership, faulty, FailureKind.HARDWARE_FAULT, devices),
+            *_each(membership, unfit, FailureKind.FAILED_CHECK, devices),
         )
     else:
         found = _of_ended(observation, state, membership, causes, rules)
@@ -60,27 +61,36 @@ def blamed_nodes(
 
 
 def failed_start(
-    observation: Observation, state: ControlState, node: str, code: int | None, reason: str = ""
+    observation: Observation,
+    state: ControlState,
+    node: str,
+    code: int | None,
+    last_lines: str,
+    reason: str = "",
 ) -> BlamedNode:
-    """What counts against `node` if an agent ended there before it took part, given its exit code
-    and the reason of Kubernetes."""
-    failed = failed_check(observation.job, code, reason)
-    kind = FailureKind.FAILED_CHECK if failed else FailureKind.FAILED_START
-    return BlamedNode(node=node, kind=kind, epoch=state.epoch)
+    """What counts against `node` if an agent ended there before it took part, given its exit code,
+    its last lines and the reason of Kubernetes."""
+    if not failed_check(observation.job, code, reason):
+        return BlamedNode(node=node, kind=FailureKind.FAILED_START, epoch=state.epoch)
+    device = checked_device(last_lines)
+    return BlamedNode(node=node, kind=FailureKind.FAILED_CHECK, epoch=state.epoch, device=device)
 
 
 def _each(
     membership: Membership,
     members: Set[int | None],
     kind: FailureKind,
+    devices: Mapping[int | None, str],
     excused: Set[str] = frozenset(),
 ) -> Iterator[BlamedNode]:
-    """The nodes of `members` but those `excused`; none if most of the job failed in this way."""
+    """The nodes of `members` but those `excused`, with the device of each member; none if most of
+    the job failed in this way."""
     if len(members) > 1 and 2 * len(members) > len(membership.members):
         return
     for member in membership.members:
         if member.index in members and member.node not in excused:
-            yield BlamedNode(node=member.node, kind=kind, epoch=membership.epoch)
+            device = devices.get(member.index, "")
+            yield BlamedNode(node=member.node, kind=kind, epoch=membership.epoch, device=device)
 
 
 def _of_ended(

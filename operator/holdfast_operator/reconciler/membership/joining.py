@@ -237,8 +237,8 @@ def _note_ends(observation: Observation, state: ControlState, membership: Member
         )
         result = result.post(EventReason.JOINER_EXITED, text, warning=True)
         if agent.exit_code and not agent.disruption:
-            blamed = failed_start(observation, state, agent.node, agent.exit_code, agent.reason)
-            result = result.blame(blamed)
+            end = agent.node, agent.exit_code, agent.last_lines, agent.reason
+            result = result.blame(failed_start(observation, state, *end))
     return result
 
 

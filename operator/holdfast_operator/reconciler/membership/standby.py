@@ -78,7 +78,9 @@ def _note_exits(
             pause_s = _not_before(recent[standby.node]) - observation.now
             text = f"the standby agent on {standby.node} {how}; starting it again in {pause_s:g} s"
             result = result.post(EventReason.STANDBY_EXITED, text, warning=True)
-            result = result.blame(failed_start(observation, state, standby.node, code))
+            result = result.blame(
+                failed_start(observation, state, standby.node, code, standby.last_lines)
+            )
     return replace(result, state=replace(state, standby_exits=recent))
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 
 from holdfast_core.inspections import STOPPED, UNINTERRUPTIBLE, Frame, InspectedProcess
+from holdfast_core.kernel_messages import device_at_fault
 from holdfast_operator.reconciler.observe.collective_waits import (
     CollectiveWaits,
     Wait,
@@ -137,6 +138,8 @@ class Diagnosis:
     examples: tuple[int, ...] = ()
     """Ranks that show why the job hangs: the culprits, or one rank at each place if none stands
     out."""
+    device: str = ""
+    """The GPU with a fault that holds them up; empty where none is known."""
 
     @property
     def hardware_fault(self) -> bool:
@@ -202,7 +205,13 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
         text = f"{text[: TEXT_CHARACTERS_MAX - 1]}…"
     blamed = frozenset(rank for found in culprits.values() for rank in found)
     firsts = sorted(blamed) or [found[0] for found in told.values()]
-    return Diagnosis(text=text, culprits=blamed, kind=kind, examples=tuple(firsts))
+    reports = [
+        process.hardware_fault
+        for rank, process in sorted(answers.items())
+        if process is not None and process.hardware_fault and rank in blamed
+    ]
+    device = device_at_fault(reports[0]) if kind is HangKind.HARDWARE else ""
+    return Diagnosis(text=text, culprits=blamed, kind=kind, examples=tuple(firsts), device=device)
 
 
 def _told(groups: Mapping[_Place, list[int]]) -> dict[_Place, list[int]]:

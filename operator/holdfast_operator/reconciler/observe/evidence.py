@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from holdfast_core.corruption import Proof
 from holdfast_core.exit_codes import BEGINS_ANEW, HOLDFAST_DECIDED
 from holdfast_core.job.parsing import MoETrainingJob, On
+from holdfast_core.kernel_messages import device_at_fault
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_core.states import EndReason
 from holdfast_operator.reconciler.observe.corruption import members_to_move, to_undo
@@ -36,6 +37,7 @@ from holdfast_operator.reconciler.observe.stragglers import (
 from holdfast_operator.reconciler.observe.text import (
     NAMED_MAX,
     agent_exit_in_words,
+    checked_device,
     exit_in_words,
     failed_check,
     ranks_in_words,
@@ -95,6 +97,8 @@ class Cause:
     hardware_fault: bool = False
     """Whether the kernel had reported a fault of the node's hardware before the rank ended, or held
     up the others."""
+    device: str = ""
+    """The GPU at fault, of a fault of hardware or a failed check; empty where none is known."""
     node_lost: bool = False
     """Whether the member's memory on its node is lost, so that the member cannot continue there."""
     presumed: bool = False
@@ -368,6 +372,7 @@ def _failures(
             member=member.index,
             exit_code=code,
             failed_check=failed_check(job, code, agent.reason),
+            device=checked_device(agent.last_lines),
             last_lines=agent.last_lines,
         )
 
@@ -391,6 +396,7 @@ def _rank_failures(
             last_lines=rank.last_lines,
             kernel_messages=rank.kernel_messages,
             hardware_fault=rank.exit_reason is EndReason.HARDWARE_FAULT,
+            device=device_at_fault(rank.kernel_messages),
             counted=code == BEGINS_ANEW,
         )
     if exits:
@@ -528,4 +534,5 @@ def _hang(
         ranks=hung,
         culprit=culprit,
         hardware_fault=culprit and diagnosis is not None and diagnosis.hardware_fault,
+        device=diagnosis.device if culprit and diagnosis is not None else "",
     )

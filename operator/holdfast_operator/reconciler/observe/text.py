@@ -12,6 +12,7 @@ from holdfast_core.exit_codes import (
     PROTECTION_REQUIRED,
 )
 from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.kernel_messages import device_in
 from holdfast_core.states import EndReason
 from holdfast_operator.reconciler.observe.views import INIT_FAILED
 
@@ -46,6 +47,12 @@ def failed_check(job: MoETrainingJob, code: int | None, reason: str = "") -> boo
     Kubernetes. In a job that does not check its nodes this code is another program's."""
     checks = job.spec.failure_policy.check_nodes
     return checks and code == FAILED_CHECK and reason != INIT_FAILED
+
+
+def checked_device(last_lines: str) -> str:
+    """The GPU that the reason of a failed check names, which is the last line of an agent that does
+    not take part; empty if it names none."""
+    return device_in(last_lines.rpartition("\n")[2])
 
 
 def agent_exit_in_words(job: MoETrainingJob, code: int, reason: str = "", message: str = "") -> str:

@@ -237,6 +237,8 @@ class StandbyView:
     ready: bool = False
     """Whether it could start workers at once."""
     exit_code: int | None = None
+    last_lines: str = ""
+    """Last lines that it wrote, if it has ended by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -620,11 +622,15 @@ class BlamedNode:
     essence: str = ""
     """What its last lines have in common with those of a failure like it, if it may be the
     script's; else empty."""
+    device: str = ""
+    """The GPU that failed; empty where none is known."""
 
     def failure(self, job: str, at: float) -> NodeFailure:
         """The failure as it is recorded, of the job with this key, `at` seconds of Unix time."""
         mark = mark_of(self.essence)
-        return NodeFailure(kind=self.kind, job=job, epoch=self.epoch, at=at, alike=mark)
+        return NodeFailure(
+            kind=self.kind, job=job, epoch=self.epoch, at=at, alike=mark, device=self.device
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

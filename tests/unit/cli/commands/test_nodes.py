@@ -19,11 +19,14 @@ NOW = 1.7e9
 
 
 def failure(
-    hours_ago: float, kind: FailureKind = FailureKind.LOST_RANK, epoch: int = 1, alike: str = ""
+    hours_ago: float,
+    kind: FailureKind = FailureKind.LOST_RANK,
+    epoch: int = 1,
+    alike: str = "",
+    device: str = "",
 ) -> NodeFailure:
-    return NodeFailure(
-        kind=kind, job="default.moe", epoch=epoch, at=NOW - hours_ago * 3600, alike=alike
-    )
+    at = NOW - hours_ago * 3600
+    return NodeFailure(kind=kind, job="default.moe", epoch=epoch, at=at, alike=alike, device=device)
 
 
 def shown(
@@ -43,7 +46,7 @@ def test_the_worst_node_comes_first_with_its_newest_failures(
         "n1": (failure(100.0),),
         "n2": tuple(failure(5.0 - n, epoch=n) for n in range(5)),
         "n3": (failure(47.5, FailureKind.LOST_NODE),),
-        "n4": (failure(300.0, FailureKind.HANG),),
+        "n4": (failure(300.0, FailureKind.HARDWARE_FAULT, device="0000:3b:00"),),
     }
     assert shown(record, capsys) == [
         "node score last failures",
@@ -53,7 +56,7 @@ def test_the_worst_node_comes_first_with_its_newest_failures(
         "and 2 more",
         "n3 1.01 avoided node lost, default.moe in epoch 1, 2 days ago",
         "n1 - clean rank lost, default.moe in epoch 1, 5 days ago",
-        "n4 - clean hang, default.moe in epoch 1, 13 days ago",
+        "n4 - clean hardware fault (0000:3b:00), default.moe in epoch 1, 13 days ago",
         "a failure counts half after 48 hours; members go to nodes with a lower score, as long as "
         "there are some",
     ]

@@ -15,12 +15,20 @@ from holdfast_core.job.parsing import API_VERSION, KIND, parse_job
 
 
 @pytest.mark.parametrize(
-    ("reform_s", "options"), [(30, []), (7.5, ["--reform-s", "7.5"]), (31, ["--reform-s", "31.0"])]
+    ("policy", "options"),
+    [
+        ({"reformSeconds": 30}, []),
+        ({"reformSeconds": 7.5}, ["--reform-s", "7.5"]),
+        ({"reformSeconds": 31}, ["--reform-s", "31.0"]),
+        ({"recheckSeconds": 60}, []),
+        ({"recheckSeconds": 1800, "checkNodes": True}, ["--check-node"]),
+        ({"recheckSeconds": 60, "checkNodes": True}, ["--check-node", "--recheck-s", "60.0"]),
+    ],
 )
 def test_the_launcher_is_told_of_a_time_that_is_not_its_default(
-    tmp_path: Path, reform_s: float, options: list[str]
+    tmp_path: Path, policy: dict[str, Any], options: list[str]
 ) -> None:
-    job = make_job(reformSeconds=reform_s)
+    job = make_job(**policy)
     directory = RunDirectory(tmp_path, job.key)
     node = NodeRecord(name="n0", host="127.0.0.1", root=str(tmp_path))
     run = RunRecord(job=job.key, control_host="127.0.0.1")

@@ -301,7 +301,7 @@ def test_ranks_of_a_node_with_a_fault_of_hardware_are_named_wherever_they_wait()
         for rank in range(6)
     }
     found = diagnose(range(6), answers)
-    assert found.culprits == {2, 3} and found.hardware_fault
+    assert found.culprits == {2, 3} and found.hardware_fault and found.device == "0000:3b:00"
     assert found.text.startswith(f"ranks 2, 3 are on a node whose kernel wrote: {XID}; 4 others ")
 
 
@@ -312,7 +312,8 @@ def test_ranks_that_stand_out_are_named_and_a_fault_elsewhere_is_not(other: str)
     answers[1] = structs.replace(answers[1], hardware_fault=XID)
     answers[2] = of(2, state="T") if other == "stopped" else evaluates(2)
     found = diagnose(range(4), answers)
-    assert found.culprits == {2} and not found.hardware_fault and XID not in found.text
+    assert found.culprits == {2} and XID not in found.text
+    assert not found.hardware_fault and not found.device
 
 
 # --- collectives that torch has recorded ----------------------------------------------------------

@@ -103,6 +103,28 @@ def test_a_script_that_exits_with_this_code_says_nothing_about_its_node() -> Non
     assert "check" not in str(world.messages("Recovering"))
 
 
+FAILS = (
+    "INFO check of GPU memory: noticed: memory errors of GPU-11111111-0a1b-2c3d-4e5f-001122334455\n"
+    "ERROR this node does not take part: GPUs: cuda:3 ({}) multiplied matrices wrongly"
+)
+UUID = "GPU-8f0b2c3d-0a1b-2c3d-4e5f-00112233aabb"
+
+
+@pytest.mark.parametrize(("named", "device"), [(UUID, UUID), ("GPU-3", "")])
+def test_the_device_that_a_check_names_is_remembered(named: str, device: str) -> None:
+    world = World(make_job())
+    world.standbys_wanted = 1
+    world.settle(2.0)
+    world.exit_standby("n4", FAILED_CHECK)
+    world.standbys["n4"] = replace(world.standbys["n4"], last_lines=FAILS.format(named))
+    world.look()
+    world.exit_agent(2, FAILED_CHECK)
+    world.agents[2, "n2"] = replace(world.agents[2, "n2"], last_lines=FAILS.format(named))
+    world.settle(5.0)
+    assert kinds(world) == {"n2": ["FailedCheck"], "n4": ["FailedCheck"]}
+    assert [each.device for found in world.record.values() for each in found] == [device] * 2
+
+
 def test_in_a_job_that_checks_nothing_this_code_is_the_scripts() -> None:
     world = World(make_job(checkNodes=False))
     world.settle(1.0)

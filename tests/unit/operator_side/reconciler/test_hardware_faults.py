@@ -29,6 +29,7 @@ def test_the_member_moves_to_another_node_and_the_fault_counts_against_its_own(
     world.settle(10.0)
     assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"] and world.phase() == "Running"
     assert kinds(world) == {"n2": ["HardwareFault"]}
+    assert world.record["n2"][0].device == "0000:3b:00"
     [cause] = world.messages("Recovering")
     assert "after its kernel reported a fault of hardware" in cause
     [lines] = world.messages("LastLines")

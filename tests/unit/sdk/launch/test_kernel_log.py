@@ -127,3 +127,13 @@ def test_the_log_of_this_kernel_never_blocks() -> None:
     log.look()
     assert isinstance(log.recent(), list)
     log.close()
+
+
+def test_faults_of_the_past_are_read_from_the_beginning(file: Path) -> None:
+    other = XID.replace("3b", "3c").format(3, 79)
+    write(file, XID.format(1, 79), XID.format(2, 48), other)
+    faults = opened(file).past_faults()
+    assert faults is not None
+    assert [(each.gpu, each.unusable) for each in faults] == [("0000:3b:00", True)]
+    assert KernelLog(file, file.with_name("missing")).past_faults() is None  # whose GPUs are they?
+    assert KernelLog(file.with_name("none"), file.with_name("gpus")).past_faults() is None

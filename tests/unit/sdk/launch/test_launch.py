@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from holdfast.launch import _record_waiting, main, script_of
+from holdfast.node_checks import NICENESS
 from holdfast_core.errors import AccessDeniedError
-from holdfast_core.exit_codes import DENIED
+from holdfast_core.exit_codes import DENIED, FAILED_CHECK
 
 PYTHON = "/opt/venv/bin/python3.11"
 START_S = 120.0
@@ -254,13 +255,48 @@ def test_an_agent_that_waits_for_its_first_world_shows_when_it_could_start_worke
         agent.end()
 
 
-def test_a_time_to_arrive_that_no_worker_can_meet_is_refused(
-    capsys: pytest.CaptureFixture[str],
+BREAKS = """
+import hashlib, os, pathlib, sys
+if "--beside" in sys.orig_argv:
+    right, where = hashlib.sha256, pathlib.Path(__file__).parent
+    def sha256(data=b""):
+        (where / "niceness").write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
+        return right(data + b"!" if (where / "broken").exists() else data)
+    hashlib.sha256 = sha256
+"""
+"""Runs in each Python process: processors compute wrongly once there is a file, and only checks
+beside other work notice."""
+
+
+@pytest.mark.timeout(500)
+def test_a_node_that_breaks_while_its_launcher_waits_does_not_take_part(
+    daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = ["--socket", "s", "--job", "j", "--nodes", "1", "--nproc", "1", "--reform-s", "nan"]
+    (tmp_path / "sitecustomize.py").write_text(BREAKS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    log = tmp_path / "log"
+    with log.open("wb") as stderr:
+        options = ("--check-node", "--recheck-s", "0.2")
+        agent = Agent(tmp_path, stderr=stderr.fileno(), options=options)
+    try:
+        daemon.wait(lambda: daemon.left, START_S)  # it has passed its first checks, and waits
+        (tmp_path / "broken").touch()
+        assert agent.process.wait(2 * START_S) == FAILED_CHECK  # others go first
+        assert agent.exit_file.read_text() == f"{FAILED_CHECK}\n"
+        assert "this node does not take part: processors: " in log.read_text().splitlines()[-1]
+        assert (tmp_path / "niceness").read_text() == str(NICENESS)
+    finally:
+        agent.end()
+
+
+@pytest.mark.parametrize("option", ["--reform-s", "--recheck-s"])
+def test_a_time_that_nobody_can_meet_is_refused(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--socket", "s", "--job", "j", "--nodes", "1", "--nproc", "1", option, "nan"]
     with pytest.raises(SystemExit):
         main([*given, "--", "true"])
-    assert "--reform-s nan must be above 0" in capsys.readouterr().err
+    assert f"{option} nan must be above 0" in capsys.readouterr().err
 
 
 def test_why_workers_wait_is_read_whole_while_it_is_written_again(tmp_path: Path) -> None:

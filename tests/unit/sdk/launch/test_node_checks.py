@@ -6,38 +6,50 @@ file system without room.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
-import stat
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+import torch
+from waiting import wait_for
 
 from holdfast import node_checks
+from holdfast._launch.kernel_log import KernelLog
 from holdfast.node_checks import (
+    TIME_MIN,
     CheckFailedError,
     DaemonAddress,
     NodeChecks,
     NotCheckedError,
     NoticedError,
     Outcome,
+    RepeatedChecks,
     Result,
     all_reduce,
+    check_clock,
     check_device_memory,
+    check_devices,
     check_disk,
+    check_kernel_log,
     check_links,
     check_memory,
     check_processors,
     check_shared_memory,
     checks_of,
+    clocks_at_work,
     daemon_of_environment,
     failures_in_words,
     known_product,
@@ -48,6 +60,7 @@ from holdfast_protos import trainer_pb2, trainer_pb2_grpc
 EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 HOST = ("processors", "memory", "shared memory", "disk")
 Plant = Callable[[str], None]
+Driver = Callable[[Mapping[str, str]], None]
 
 
 @pytest.fixture
@@ -59,6 +72,25 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plant:
         monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
     return planting
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Plants an `nvidia-smi`, with a command that answers each query in which some word is. It
+    knows no other query."""
+
+    def planting(answers: Mapping[str, str]) -> None:
+        cases = "".join(f"*{word}*) {command};;\n" for word, command in answers.items())
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\ncase $1 in\n{cases}*) exit 2;;\nesac\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    return planting
+
+
+def says(rows: str) -> str:
+    return f"printf '{rows}\\n'"
 
 
 def outcomes(results: list[Result]) -> dict[str, Outcome]:
@@ -120,8 +152,14 @@ def test_a_check_that_never_ends_has_failed(plant: Plant, monkeypatch: pytest.Mo
 
 
 def test_what_else_is_written_is_passed_over(plant: Plant) -> None:
-    plant("print('{\"check\": 1}')\nimport sys\nsys.stdout.buffer.write(b'\\xff welcome\\n')\n")
-    results = NodeChecks(None).results()
+    """And does not hold up the checks, though nobody reads before their end."""
+    plant(
+        "print('x' * 10**6)\nprint('{\"check\": 1}')\n"
+        "import sys\nsys.stdout.buffer.write(b'\\xff welcome\\n')\n"
+    )
+    checks = NodeChecks(None)
+    wait_for("the end of the checks", checks.is_over, 100.0)
+    results = checks.results()
     assert list(outcomes(results)) == list(checks_of(None))
 
 
@@ -138,11 +176,101 @@ def test_a_disk_that_was_slow_for_a_while_passes(monkeypatch: pytest.MonkeyPatch
     limits = iter([1e15, 1.0])
     right = node_checks._write_and_compare
 
-    def write(directory: Path, nbytes: int, limit_bytes_s: float) -> str:
-        return right(directory, nbytes, next(limits))
+    def write(
+        directory: Path, nbytes: int, limit_bytes_s: float, clock: Callable[[], float]
+    ) -> str:
+        return right(directory, nbytes, next(limits), clock)
 
     monkeypatch.setattr(node_checks, "_write_and_compare", write)
     assert "reach" in check_disk()
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ("while True: pass", Outcome.NOT_CHECKED),  # it may have had too little of a processor
+        ("import signal; signal.pause()", Outcome.FAILED),
+    ],
+)
+def test_beside_other_work_checks_that_need_longer_prove_nothing_and_stuck_ones_do(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, text: str, outcome: Outcome
+) -> None:
+    plant(text)
+    monkeypatch.setattr(node_checks, "LIMIT_S", 2.0)
+    checks = NodeChecks(None, beside=True)
+    wait_for("its end", checks.is_over)
+    [result] = checks.results()
+    assert result.outcome is outcome and "did not end within" in result.text
+
+
+@pytest.fixture
+def virtual_now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that checks see, in seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_rounds_begin_after_their_pause_more_or_less_and_a_failed_one_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, virtual_now: list[float]
+) -> None:
+    made: list[dict[str, Any]] = []
+    results = [Result("disk", Outcome.PASSED, "all is well")]
+    over = [False]
+
+    class Round(NodeChecks):
+        def __init__(self, daemon: DaemonAddress | None, *, beside: bool = False) -> None:
+            made.append({"daemon": daemon, "beside": beside})
+
+        def is_over(self) -> bool:
+            return over[0]
+
+        def results(self) -> list[Result]:
+            return results
+
+    monkeypatch.setattr(node_checks, "NodeChecks", Round)
+    daemon = DaemonAddress(socket=tmp_path, job="team.moe")
+    checks = RepeatedChecks(daemon, 1800.0)
+    pauses = set()
+    for number in range(4):
+        over[0] = False
+        pause_s = checks.look()
+        assert 1350 <= pause_s <= 2250 and len(made) == number
+        pauses.add(pause_s)
+        virtual_now[0] += pause_s
+        assert 0 < checks.look() <= 1.0 and 0 < checks.look() <= 1.0  # it runs
+        assert made == [{"daemon": daemon, "beside": True}] * (number + 1)
+        over[0] = True
+        assert checks.look() > 1.0
+    assert len(pauses) > 1
+    results = [Result("disk", Outcome.FAILED, "it is broken")]
+    virtual_now[0] += 2250.0
+    with pytest.raises(CheckFailedError, match="disk: it is broken"):
+        checks.look()
+
+
+def test_a_round_ends_at_once_when_work_begins(plant: Plant, tmp_path: Path) -> None:
+    plant("import signal\nsignal.pause()\n")
+    checks = RepeatedChecks(DaemonAddress(socket=tmp_path, job="team.moe"), 1e-9)
+    wait_for("a round", lambda: checks._round is not None or not checks.look())
+    assert checks._round is not None
+    process = checks._round._process
+    assert process.poll() is None
+    checks.stop()
+    assert process.wait(10.0) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("used", "words"),
+    [("0", ""), ("37", "GPU-2 may be in use"), ("[N/A]", "GPU-2 may be in use")],
+)
+def test_beside_other_work_devices_that_somebody_uses_are_left_alone(
+    driver: Driver, used: str, words: str
+) -> None:
+    driver({"utilization": says(f"GPU-1, 0\nGPU-2, {used}")})
+    check = checks_of(None, beside=True)["GPU links"]
+    with pytest.raises(NotCheckedError, match=words or "there are no two GPUs here"):
+        check()
 
 
 def test_where_no_process_can_be_started_nothing_is_proved(
@@ -216,23 +344,187 @@ def test_a_place_without_room_or_right_proves_nothing_and_a_broken_one_does(
     ],
 )
 def test_the_driver_is_asked_for_worn_memory(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    rows: str,
-    ecc: str,
-    expected: type[Exception] | None,
+    driver: Driver, rows: str, ecc: str, expected: type[Exception] | None
 ) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(
-        f"#!/bin/sh\ncase $1 in\n*remapped*) printf '{rows}\n';;\n*) printf '{ecc}\n';;\nesac\n"
-    )
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    driver({"remapped": says(rows), "ecc.errors": says(ecc)})
     if expected is None:
         check_device_memory()
     else:
         with pytest.raises(expected, match=r"GPU-\d"):
             check_device_memory()
+
+
+@pytest.mark.parametrize(
+    ("remapped", "retired", "expected"),
+    [
+        ("GPU-1, [N/A], [N/A]", "GPU-1, 3, 2, No", None),
+        ("GPU-1, [N/A], [N/A]", "GPU-1, 60, 4, No", CheckFailedError),
+        ("GPU-1, [N/A], [N/A]", "GPU-1, 1, 0, Yes", NoticedError),
+        ("GPU-1, 0, 0", "GPU-1, 60, 4, Yes", None),  # it remaps rows, so nobody counts pages
+        (None, "GPU-1, 64, 0, No", CheckFailedError),
+        ("GPU-1, 0, 0\nGPU-2, [N/A], [N/A]", "GPU-1, 0, 0, No\nGPU-2, 0, 0, Yes", NoticedError),
+        ("GPU-1, 0, 0", "GPU-1, [N/A], [N/A], [N/A]", None),
+    ],
+)
+def test_the_driver_is_asked_for_retired_pages_of_devices_that_remap_no_rows(
+    driver: Driver, remapped: str | None, retired: str, expected: type[Exception] | None
+) -> None:
+    answers = {} if remapped is None else {"remapped": says(remapped)}
+    driver({**answers, "retired": says(retired), "ecc.errors": says("GPU-1, 0")})
+    if expected is None:
+        check_device_memory()
+    else:
+        with pytest.raises(expected, match=r"GPU-\d"):
+            check_device_memory()
+
+
+# --- clocks of devices ----------------------------------------------------------------------------
+
+NO, HOT, SLOW = "Not Active, Not Active", "Active, Active", "Active, Not Active"
+
+
+@pytest.mark.parametrize(
+    ("looks", "error", "words"),
+    [
+        ([NO, NO, NO, NO], None, "no GPU down"),
+        (["[N/A], [N/A]"] * 4, None, "no GPU down"),
+        ([HOT, NO, NO, NO], NoticedError, r"GPU-1 \(hw_slowdown, hw_thermal_slowdown\)"),
+        ([NO, NO, SLOW, NO], NoticedError, r"GPU-1 \(hw_slowdown\)"),
+        ([NO, HOT, SLOW, HOT], CheckFailedError, r"slows down GPU-1 \(hw_slowdown, hw_thermal"),
+    ],
+)
+@pytest.mark.parametrize("group", ["clocks_event_reasons", "clocks_throttle_reasons"])
+def test_a_device_that_hardware_slows_down_as_long_as_it_works_fails(
+    driver: Driver,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    looks: list[str],
+    error: type[Exception] | None,
+    words: str,
+    group: str,
+) -> None:
+    """Each look takes another line; the host stands in for a device."""
+    lines = tmp_path / "looks"
+    lines.write_text("".join(f"GPU-1, {look}\n" for look in looks))
+    fields = f"{group}.hw_slowdown,{group}.hw_thermal_slowdown"
+    driver({fields: f"head -n 1 {lines}; sed -i 1d {lines}"})
+    monkeypatch.setattr(node_checks, "CLOCK_PAUSE_S", 0.01)
+    devices = [torch.device("cpu")]
+    if error is None:
+        assert words in clocks_at_work(devices)
+    else:
+        with pytest.raises(error, match=words):
+            clocks_at_work(devices)
+    assert lines.read_text() == ""
+
+
+def test_without_work_on_them_clocks_of_devices_prove_nothing(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory\nat length")
+
+    driver({"clocks_event": says(f"GPU-1, {NO}")})
+    monkeypatch.setattr(torch, "ones", full)
+    monkeypatch.setattr(node_checks, "CLOCK_PAUSE_S", 0.01)
+    with pytest.raises(NotCheckedError, match=r"be kept at work: out of memory$"):
+        clocks_at_work([torch.device("cpu")])
+    driver({"clocks_event": says(f"GPU-1, {HOT}")})
+    with pytest.raises(NoticedError, match="at times"):
+        clocks_at_work([torch.device("cpu")])
+
+
+@pytest.mark.parametrize(("rates", "words"), [((5e9, 5e8), "back reach"), ((5e8, 5e9), "to them")])
+def test_copies_that_are_slow_in_one_direction_fail(
+    monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float], words: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = iter([(5e9, 5e9), rates])
+    monkeypatch.setattr(node_checks, "_check_device", lambda *_: next(found))
+    with pytest.raises(CheckFailedError, match=f"{words}.* 0.5 GB/s, and should reach at least 1$"):
+        check_devices()
+
+
+# --- what the kernel has written ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("xids", "error"),
+    [([], None), ([13], None), ([48], NoticedError), ([48, 79], CheckFailedError)],
+)
+def test_faults_that_the_kernel_has_reported_fail_or_are_noticed_by_their_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, xids: list[int], error: type[Exception] | None
+) -> None:
+    (tmp_path / "gpus" / "0000:3b:00.0").mkdir(parents=True)
+    record = "4,1,{},-;NVRM: Xid (PCI:0000:3b:00): {}, pid='<unknown>'\n"
+    (tmp_path / "kmsg").write_text("".join(record.format(10**6, xid) for xid in xids))
+    log = partial(KernelLog, tmp_path / "kmsg", tmp_path / "gpus")
+    monkeypatch.setattr(node_checks, "KernelLog", log)
+    monkeypatch.setattr(time, "monotonic", lambda: 7200.0)
+    if error is None:
+        check_kernel_log()
+        return
+    with pytest.raises(error, match=rf"^2 hours ago, the kernel wrote: NVRM: Xid .*: {xids[-1]},"):
+        check_kernel_log()
+
+
+def test_a_kernel_that_shows_nothing_proves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = partial(KernelLog, tmp_path / "kmsg", tmp_path / "gpus")
+    monkeypatch.setattr(node_checks, "KernelLog", log)
+    with pytest.raises(NotCheckedError):
+        check_kernel_log()
+
+
+# --- the clock ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("now", "adjtimex", "status", "error", "words"),
+    [
+        (TIME_MIN - 1, 0, 0, CheckFailedError, "the clock says 2024-12-31"),
+        (TIME_MIN, 0, 0, None, "synchronised"),
+        (TIME_MIN, 5, 0x40, NoticedError, "no time service"),
+        (TIME_MIN, 5, 0x2001, None, "synchronised"),
+        (TIME_MIN, -1, 0, NotCheckedError, "does not say"),
+    ],
+)
+def test_a_wrong_clock_fails_and_one_that_nothing_synchronises_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+    now: float,
+    adjtimex: int,
+    status: int,
+    error: type[Exception] | None,
+    words: str,
+) -> None:
+    class Kernel:
+        def __init__(self, name: None, *, use_errno: bool) -> None:
+            pass
+
+        @staticmethod
+        def adjtimex(state: Any) -> int:
+            Timex.from_address(ctypes.addressof(state._obj)).status = status
+            return adjtimex
+
+    monkeypatch.setattr(time, "time", lambda: now)
+    monkeypatch.setattr(ctypes, "CDLL", Kernel)
+    if error is None:
+        assert check_clock() == words
+    else:
+        with pytest.raises(error, match=words):
+            check_clock()
+
+
+class Timex(ctypes.Structure):
+    """The beginning of the kernel's `struct timex`."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        *((name, ctypes.c_long) for name in ("offset", "freq", "maxerror", "esterror")),
+        ("status", ctypes.c_int),
+    )
 
 
 @pytest.mark.parametrize("text", ["exit 6", "echo Unknown field; exit 2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from played_daemon import TIMEOUT_S, PlayedDaemon, Worlds, rendezvous
@@ -93,6 +94,48 @@ def test_an_agent_waits_until_the_epoch_after_the_one_that_it_left() -> None:
         threading.Timer(0.05, worlds.begin, [4]).start()
         handler.next_rendezvous()
         assert handler.epoch == 4
+
+
+class Look:
+    """What a node does while it waits: notes it, and fails at the third time if told to."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self.looks, self.stops, self.fails = 0, 0, fails
+
+    def look(self) -> float:
+        self.looks += 1
+        if self.looks == 3 and self.fails:
+            raise ZeroDivisionError
+        return 0.01
+
+    def stop(self) -> None:
+        self.stops += 1
+
+
+def test_what_a_node_does_while_it_waits_ends_with_its_first_world() -> None:
+    worlds = Worlds()
+    with rendezvous(PlayedDaemon(worlds)) as (handler, _):
+        handler.while_waiting = look = Look(fails=False)
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(handler.next_rendezvous)
+            worlds.wait(lambda: look.looks > 3)
+            assert look.stops == 0
+            worlds.begin(1)
+            joined.result(TIMEOUT_S)
+            looks = look.looks
+            assert look.stops == 1
+            again = pool.submit(handler.next_rendezvous)
+            worlds.begin(2)
+            again.result(TIMEOUT_S)
+        assert (look.looks, look.stops) == (looks, 1)
+
+
+def test_what_fails_while_a_node_waits_ends_the_wait() -> None:
+    with rendezvous(PlayedDaemon(Worlds())) as (handler, _):
+        handler.while_waiting = look = Look(fails=True)
+        with pytest.raises(ZeroDivisionError):
+            handler.next_rendezvous()
+    assert look.stops == 1
 
 
 def test_the_end_of_an_epoch_kills_its_workers_at_once_and_asks_for_a_restart() -> None:
