@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
+from urllib.request import urlopen
 
+import grpc
 import pytest
 from pairs import (
     COLUMNS,
@@ -35,10 +37,14 @@ from pairs import (
 from step_logs import ends_of_logs
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
+from holdfast_cli.local.daemon_calls import daemon_status
+from holdfast_cli.local.directory import RunDirectory
+from holdfast_cli.local.status import NodeStatus
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import parse_job
 from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_operator.reconciler.report.recoveries import Recovery
+from holdfast_protos import trainer_pb2_grpc
 
 WAIT_S = 200.0
 PLACEHOLDER = Path("/directory-of-the-run")
@@ -131,7 +137,21 @@ async def _lose(row: str, column: str, directory: Path) -> Sequence[Recovery]:
         for member in status.local.members[1 : 1 + row_of(row, column).nodes_lost]:
             await cluster.kill_node(member.node)
         assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
+        if (row, column) == ("mirrors of replicas", "Full"):
+            run = RunDirectory(directory / "run", job.key)
+            members = [node for node in cluster.status.local.nodes if node.member is not None]
+            assert any(mirrored_bytes(node, run) for node in members)
         return cluster.status.local.recoveries
+
+
+def mirrored_bytes(node: NodeStatus, directory: RunDirectory) -> float:
+    """Bytes that the daemon of `node` has taken from mirrors beside it, instead of other nodes."""
+    with grpc.insecure_channel(f"unix:{node.socket}") as channel:
+        found, _ = daemon_status(trainer_pb2_grpc.TrainerStub(channel), directory)
+    with urlopen(f"http://{node.host}:{found['metrics_port']}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    samples = dict(line.rsplit(" ", 1) for line in lines)
+    return float(samples["holdfast_mirrored_bytes_total"])
 
 
 def final_state(directory: Path) -> object:
