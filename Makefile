@@ -32,6 +32,10 @@ PROTOC := 1.62.3
 OLDEST := $(addprefix tests/unit/,protos daemon/transport daemon/trainers daemon/csi sdk/daemon \
 	sdk/copying sdk/test_session.py) tests/contract/test_control_stream.py \
 	--ignore=tests/unit/daemon/trainers/test_receiving.py
+# What has rows marked `exhaustive` that no other target runs.
+FAULTS := tests/local tests/combinations $(addprefix tests/unit/sdk/,agree/test_mirroring.py \
+	capture/test_routers.py capture/test_spread_processes.py copying/test_device_hashes.py \
+	elastic/test_step_checks.py integrations/test_policies.py launch/test_node_checks.py)
 CLUSTER := $(BIN)/python tests/cluster/helpers/cli.py
 CRD := crds/holdfast.dev_moetrainingjobs.yaml
 SETTINGS := trainer_sdk/holdfast/_job_settings.py
@@ -199,8 +203,8 @@ simulate: $(STAMP) ## Run seeded schedules of the simulation by hand; ARGS="--fi
 	@PYTHONPATH=tests/simulation/helpers $(BIN)/python -m simulation $(ARGS)
 
 .PHONY: test-faults
-test-faults: $(STAMP) redis ## Run every fault test for every policy and redundancy (long)
-	@$(BIN)/python -m pytest tests/local -n $(PYTEST_WORKERS) --dist worksteal \
+test-faults: $(STAMP) redis ## Run every fault test for every policy and redundancy, and train what works together (long)
+	@$(BIN)/python -m pytest $(FAULTS) -n $(PYTEST_WORKERS) --dist worksteal \
 	  --every-combination $(ARGS)
 
 # Azurite alone has hundreds of MB: no other target needs it. The variable keeps gcsfs from
@@ -236,10 +240,11 @@ test-megatron: $(STAMP) ## Run the tests that train with Megatron-Core, which ha
 	  tests/unit/sdk/elastic/test_staying_parallelism.py $(ARGS)
 
 .PHONY: test-optimizers
-test-optimizers: $(STAMP) ## Run the tests of torchao's and pytorch_optimizer's classes, in an environment of their own
+test-optimizers: $(STAMP) ## Run the tests of torchao's, pytorch_optimizer's and peft's classes, in an environment of their own
 	@$(call overlay,optimizers)
 	PYTHONPATH="$$("$$overlay/bin/python" $(site))" $(BIN)/python -m pytest -n $(PYTEST_WORKERS) \
-	  --dist worksteal tests/unit/sdk/state/test_published.py $(ARGS)
+	  --dist worksteal tests/unit/sdk/state/test_published.py \
+	  tests/unit/sdk/integrations/test_huggingface.py $(ARGS)
 
 # A schedule of real sessions takes as long as a dozen others, so their share of --schedules is small.
 .PHONY: test-schedules

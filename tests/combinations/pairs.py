@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,9 @@ class Row:
     """Nodes that are killed at once; 0: a single rank is."""
     resizes: bool = False
     """Whether the job goes on with fewer nodes, and so on other batches."""
+    script: str = ""
+    """The script that trains, if it is not the example of the column; it has the arguments of the
+    example for stages."""
 
 
 _TINY = ("--dim", "32", "--layers", "2", "--seq", "16")
@@ -88,6 +91,7 @@ COLUMNS = {
     ),
 }
 
+_MIRRORED = {"type": "RAIM5", "mirrorReplicas": True}
 ROWS = {
     "a rank is lost": Row(spec={}),
     "RAIM6": Row(spec={"nodes": 4, "redundancy": {"type": "RAIM6"}, "spares": 2}, nodes_lost=2),
@@ -103,7 +107,23 @@ ROWS = {
     "experts on several ranks": Row(spec={"ep": 2}),
     "ranks of a node": Row(spec={"nprocPerNode": 2}),
     "two slots": Row(spec={"slots": 2}),
+    "mirrors of replicas": Row(
+        spec={"nodes": 3, "redundancy": _MIRRORED, "spares": 1},
+        # Nothing is copied into a mirror while training waits, as it does after very short steps.
+        arguments=("--dim", "64", "--seq", "128", "--batch", "4"),
+        nodes_lost=1,
+    ),
+    "window auto": Row(spec={"policy": {"type": "Full", "sparse": {"window": "auto"}}}),
+    "stages without logs": Row(
+        spec={"parallelism": {"dp": 1, "pp": 2}}, script="tests/local/trainers/plain_stages.py"
+    ),
 }
+
+
+def _auto(repeats: str) -> Spec:
+    sparse = {"window": "auto", "maxWindow": 4, "repeats": repeats}
+    return {"type": "Sparse", "sparse": sparse}
+
 
 ADAPTED: dict[tuple[str, str], Row] = {
     ("fewer nodes", "stages"): Row(
@@ -127,10 +147,26 @@ ADAPTED: dict[tuple[str, str], Row] = {
     ("experts on several ranks", "stages"): Row(
         spec={"nodes": 4, "ep": 2}, arguments=("--expert-parallel",)
     ),
+    ("mirrors of replicas", "stages"): Row(
+        spec={"nodes": 4, "redundancy": _MIRRORED, "spares": 1}, nodes_lost=1
+    ),
+    ("window auto", "PartialExperts"): Row(
+        spec={"policy": {"type": "PartialExperts", "sparse": {"window": "auto"}}}
+    ),
+    ("window auto", "Selective"): Row(
+        spec={"policy": {"type": "Selective", "sparse": {"window": "auto"}}}
+    ),
+    ("window auto", "Sparse"): Row(
+        spec={"nodes": 3, "minNodes": 2, "policy": _auto("Optimizer")}, nodes_lost=1, resizes=True
+    ),
+    ("window auto", "seats, windows"): Row(spec={"policy": _auto("Optimizer")}),
+    ("window auto", "stages"): Row(spec={"policy": _auto("Training")}),
 }
 """(row, column) → what the row is for that column."""
 
 _WHOLE = "spec.elastic needs ranks that each hold whole experts"
+_HELD = "whose snapshots hold state that no replica has any more"
+_OF_SPARSE = "remove it, or set the type to Sparse"
 _LEFT_OUT = "use snapshot.policy.type PartialExperts, or remove it"
 REFUSED = {
     ("interval auto", "Sparse"): "needs every step",
@@ -138,36 +174,54 @@ REFUSED = {
     ("experts on several ranks", "seats"): _WHOLE,
     ("experts on several ranks", "seats, windows"): _WHOLE,
     **{("persisted experts", name): _LEFT_OUT for name in COLUMNS if name != "PartialExperts"},
+    ("mirrors of replicas", "PartialExperts"): _HELD,
+    ("mirrors of replicas", "Selective"): _HELD,
+    ("mirrors of replicas", "Sparse"): _HELD,
+    ("mirrors of replicas", "seats, windows"): _HELD,
+    ("window auto", "Full"): _OF_SPARSE,
+    ("window auto", "PartialExperts"): _OF_SPARSE,
+    ("window auto", "Selective"): _OF_SPARSE,
+    ("window auto", "seats"): _OF_SPARSE,
+    ("stages without logs", "seats"): _WHOLE,
+    ("stages without logs", "seats, windows"): _WHOLE,
 }
 """(row, column) → words of the refusal."""
 
-_SPREAD = "tests/unit/sdk/capture/test_spread_processes.py"
+_CAPTURE = "tests/unit/sdk/capture/test_spread_processes.py::"
 _LEFT_OUT_TOGETHER = (
-    f"{_SPREAD}::test_parts_of_experts_are_left_out_together_and_restored_of_one_step"
+    f"{_CAPTURE}test_parts_of_experts_are_left_out_together_and_restored_of_one_step"
 )
-_CUT = f"{_SPREAD}::test_windows_whose_experts_lie_partly_on_each_rank_are_repeated_bit_for_bit"
-_FRAMEWORKS = "tests/unit/sdk/integrations/test_policies.py"
-_BYTES = f"{_FRAMEWORKS}::test_a_killed_training_ends_with_the_bytes_of_an_undisturbed_one"
+_CUT = f"{_CAPTURE}test_windows_whose_experts_lie_partly_on_each_rank_are_repeated_bit_for_bit"
+_INTEGRATIONS = "tests/unit/sdk/integrations/"
+_BYTES = (
+    f"{_INTEGRATIONS}test_policies.py::"
+    "test_a_killed_training_ends_with_the_bytes_of_an_undisturbed_one"
+)
 _TOKENS = (
-    f"{_FRAMEWORKS}::test_a_killed_training_goes_on_with_experts_of_earlier_steps_and_knows_"
-    "their_tokens"
+    f"{_INTEGRATIONS}test_policies.py::"
+    "test_a_killed_training_goes_on_with_experts_of_earlier_steps_and_knows_their_tokens"
 )
-_GRADIENTS = f"{_FRAMEWORKS}::test_windows_whose_gradients_are_computed_within_a_step_are_refused"
+_GRADIENTS = (
+    f"{_INTEGRATIONS}test_policies.py::"
+    "test_windows_whose_gradients_are_computed_within_a_step_are_refused"
+)
+_PROMISES = "test_a_killed_run_comes_back_as_its_policy_promises"
+_DEEPSPEED = f"{_INTEGRATIONS}test_deepspeed.py::{_PROMISES}"
+_MEGATRON = f"{_INTEGRATIONS}test_megatron.py::{_PROMISES}"
+_TORCHTITAN = f"{_INTEGRATIONS}test_torchtitan.py::test_a_policy_keeps_what_it_promises"
 _EXAMPLES = (
     "tests/local/frameworks/test_frameworks.py::"
     "test_an_example_that_is_killed_ends_like_one_that_was_not"
+)
+_LAUNCHER = (
+    "tests/local/frameworks/test_other_launchers.py::"
+    "test_training_resumes_with_its_bytes_whatever_happens_to_its_pods"
 )
 _REFUSED_WRAPPERS = (
     "tests/unit/sdk/moe/test_snapshots.py::"
     "test_wrappers_that_average_or_divide_parameters_are_refused"
 )
-_OWN_LOOP = "test_what_only_a_loop_of_ones_own_can_train_is_refused"
-_HUGGING_FACE = f"tests/unit/sdk/integrations/test_huggingface.py::{_OWN_LOOP}"
-_LIGHTNING = f"tests/unit/sdk/integrations/test_lightning.py::{_OWN_LOOP}"
-_TP_OF_SEATS = (
-    "tests/combinations/test_pairs.py::"
-    "test_tensor_parallelism_beside_seats_is_refused_when_it_is_applied"
-)
+_PLAIN_DDP = "tests/unit/sdk/elastic/test_ddp.py::test_wrong_use_is_refused"
 _WRAPPED_STAGES = (
     "tests/local/snapshots/test_stages.py::test_a_lost_stage_that_torch_wraps_repeats_steps_alone"
 )
@@ -175,50 +229,113 @@ _HOOKS = (
     "tests/local/staying/test_staying_routed.py::"
     "test_hooks_count_the_tokens_of_all_ranks_and_a_recovery_says_which_were_lost"
 )
+_DTENSORS = (
+    "tests/local/staying/test_staying_dtensors.py::"
+    "test_only_the_lost_rank_starts_again_and_all_have_the_bits_of_an_undisturbed_run"
+)
+_LOST_STAGE = (
+    "tests/local/snapshots/test_stages.py::"
+    "test_a_lost_stage_repeats_steps_while_the_others_keep_their_state"
+)
+_UNREAD_LOG = (
+    "tests/unit/sdk/elastic/test_pipeline.py::test_stages_whose_log_could_never_be_read_are_refused"
+)
+_APPLIED_WITH_SEATS = (
+    "tests/combinations/test_pairs.py::"
+    "test_what_experts_in_seats_cannot_have_is_refused_when_it_is_applied"
+)
+
+
+def _own_loop(framework: str) -> str:
+    """The test that sees refused what this framework's loop cannot train."""
+    name = "test_what_only_a_loop_of_ones_own_can_train_is_refused"
+    return f"{_INTEGRATIONS}test_{framework}.py::{name}"
+
+
+# Row → the test of each column, in the order of `COLUMNS`; both columns of seats have the same one.
+_TESTS = {
+    "stages with logs": (
+        *(_LOST_STAGE, _UNREAD_LOG, _UNREAD_LOG, _LOST_STAGE),
+        *(_APPLIED_WITH_SEATS, ""),
+    ),
+    "FSDP2": (
+        "tests/local/staying/test_sharded.py::"
+        "test_a_lost_rank_alone_restores_the_step_that_the_others_have",
+        *(_LEFT_OUT_TOGETHER, _LEFT_OUT_TOGETHER, _CUT),
+        *(_REFUSED_WRAPPERS, _WRAPPED_STAGES),
+    ),
+    "HSDP": (
+        *(_DTENSORS, _LEFT_OUT_TOGETHER, _LEFT_OUT_TOGETHER, _CUT),
+        *(_REFUSED_WRAPPERS, _WRAPPED_STAGES),
+    ),
+    "TP": (
+        *(_DTENSORS, _LEFT_OUT_TOGETHER, _LEFT_OUT_TOGETHER, _CUT),
+        *(_APPLIED_WITH_SEATS, _WRAPPED_STAGES),
+    ),
+    "DDP": (
+        "tests/local/staying/test_staying_ddp.py::"
+        "test_a_rank_that_dies_is_the_only_one_that_starts_again",
+        *(_HOOKS, _HOOKS, _CUT),
+        *(_REFUSED_WRAPPERS, _WRAPPED_STAGES),
+    ),
+    "accelerate": (
+        *(_BYTES, _TOKENS, _TOKENS, _BYTES),
+        *(_REFUSED_WRAPPERS, _PLAIN_DDP),
+    ),
+    "Hugging Face": (
+        *(_EXAMPLES, _TOKENS, _TOKENS, _BYTES),
+        *(_own_loop("huggingface"), _own_loop("huggingface")),
+    ),
+    "Lightning": (
+        *(_EXAMPLES, _TOKENS, _TOKENS, _GRADIENTS),
+        *(_own_loop("lightning"), _own_loop("lightning")),
+    ),
+    "torchtitan": (
+        "tests/local/frameworks/test_torchtitan.py::"
+        "test_a_run_that_loses_a_rank_ends_like_one_of_torchtitan_alone",
+        *(_TORCHTITAN, _TORCHTITAN, _TORCHTITAN),
+        *(_own_loop("torchtitan"), _own_loop("torchtitan")),
+    ),
+    "DeepSpeed": (
+        *(_DEEPSPEED, _DEEPSPEED, _DEEPSPEED, _DEEPSPEED),
+        *(_own_loop("deepspeed"), _own_loop("deepspeed")),
+    ),
+    "Megatron-Core": (
+        *(_MEGATRON, _MEGATRON, _MEGATRON, _MEGATRON),
+        *(_own_loop("megatron"), _own_loop("megatron")),
+    ),
+    "other launchers": (
+        *(_LAUNCHER, _LAUNCHER, _LAUNCHER, _LAUNCHER),
+        *(_APPLIED_WITH_SEATS, _LAUNCHER),
+    ),
+}
+
+
+def _of_columns(of_row: Sequence[str]) -> dict[str, str]:
+    *policies, seats, stages = of_row
+    return dict(zip(COLUMNS, (*policies, seats, seats, stages), strict=True))
+
+
 ELSEWHERE = {
-    ("FSDP2", "Full"): "tests/local/staying/test_sharded.py::"
-    "test_a_lost_rank_alone_restores_the_step_that_the_others_have",
-    ("FSDP2", "PartialExperts"): _LEFT_OUT_TOGETHER,
-    ("FSDP2", "Selective"): _LEFT_OUT_TOGETHER,
-    ("FSDP2", "Sparse"): _CUT,
-    ("FSDP2", "seats"): _REFUSED_WRAPPERS,
-    ("FSDP2", "seats, windows"): _REFUSED_WRAPPERS,
-    ("FSDP2", "stages"): _WRAPPED_STAGES,
-    ("TP", "Full"): "tests/local/staying/test_staying_dtensors.py::"
-    "test_only_the_lost_rank_starts_again_and_all_have_the_bits_of_an_undisturbed_run",
-    ("TP", "PartialExperts"): _LEFT_OUT_TOGETHER,
-    ("TP", "Selective"): _LEFT_OUT_TOGETHER,
-    ("TP", "Sparse"): _CUT,
-    ("TP", "seats"): _TP_OF_SEATS,
-    ("TP", "seats, windows"): _TP_OF_SEATS,
-    ("TP", "stages"): _WRAPPED_STAGES,
-    ("DDP", "Full"): "tests/local/staying/test_staying_ddp.py::"
-    "test_a_rank_that_dies_is_the_only_one_that_starts_again",
-    ("DDP", "PartialExperts"): _HOOKS,
-    ("DDP", "Selective"): _HOOKS,
-    ("DDP", "Sparse"): _CUT,
-    ("DDP", "seats"): _REFUSED_WRAPPERS,
-    ("DDP", "seats, windows"): _REFUSED_WRAPPERS,
-    ("DDP", "stages"): _WRAPPED_STAGES,
-    ("Hugging Face", "Full"): _EXAMPLES,
-    ("Hugging Face", "PartialExperts"): _TOKENS,
-    ("Hugging Face", "Selective"): _TOKENS,
-    ("Hugging Face", "Sparse"): _BYTES,
-    ("Hugging Face", "seats"): _HUGGING_FACE,
-    ("Hugging Face", "seats, windows"): _HUGGING_FACE,
-    ("Hugging Face", "stages"): _HUGGING_FACE,
-    ("Lightning", "Full"): _EXAMPLES,
-    ("Lightning", "PartialExperts"): _TOKENS,
-    ("Lightning", "Selective"): _TOKENS,
-    ("Lightning", "Sparse"): _GRADIENTS,
-    ("Lightning", "seats"): _LIGHTNING,
-    ("Lightning", "seats, windows"): _LIGHTNING,
-    ("Lightning", "stages"): _LIGHTNING,
+    (row, column): test
+    for row, of_row in _TESTS.items()
+    for column, test in _of_columns(of_row).items()
+    if test
 }
 """(row, column) → the test that trains this pair with real processes, or sees it refused."""
 
-REFUSALS = {_GRADIENTS, _REFUSED_WRAPPERS, _HUGGING_FACE, _LIGHTNING, _TP_OF_SEATS}
+REFUSALS = {
+    _GRADIENTS,
+    _REFUSED_WRAPPERS,
+    _PLAIN_DDP,
+    _APPLIED_WITH_SEATS,
+    _UNREAD_LOG,
+    *map(_own_loop, ("huggingface", "lightning", "torchtitan", "deepspeed", "megatron")),
+}
 """Those that see it refused."""
+
+ITSELF = {(row, "stages") for row in ("stages with logs", "stages without logs")}
+"""Rows that the column has, or excludes, by itself."""
 
 
 def row_of(row_name: str, column_name: str) -> Row:
@@ -240,7 +357,7 @@ def make_job(row_name: str, column_name: str, directory: Path) -> Spec:
             snapshot[name] = given.pop(name)
     if "persistence" in given:
         given["persistence"]["uri"] = str(directory / "sets")
-    command = [sys.executable, str(REPOSITORY / "examples" / column.example)]
+    command = [sys.executable, str(script_of(row_name, column_name))]
     return {
         "apiVersion": "holdfast.dev/v1alpha1",
         "kind": "MoETrainingJob",
@@ -274,10 +391,18 @@ def make_job(row_name: str, column_name: str, directory: Path) -> Spec:
     }
 
 
+def script_of(row_name: str, column_name: str) -> Path:
+    """The script that trains the pair."""
+    own = row_of(row_name, column_name).script
+    return REPOSITORY / (own or f"examples/{COLUMNS[column_name].example}")
+
+
 def arguments(row_name: str, column_name: str, directory: Path) -> list[str]:
-    """Arguments of the example: it is to write its final state below `directory`."""
+    """Arguments of the script: it is to write its final state below `directory`."""
     row, column = row_of(row_name, column_name), COLUMNS[column_name]
     found = [*column.arguments, "--steps", str(STEPS)]
+    if row.script:
+        return ["--steps", str(STEPS), "--seed", "5", "--directory", str(directory)]
     if column.example == "train_moe_pipeline.py":
         ways = [each for each in row.arguments if each == "--expert-parallel"]
         return [*found, *ways, "--directory", str(directory)]
@@ -297,6 +422,8 @@ def table() -> list[str]:
 
 
 def _cell(row: str, column: str) -> str:
+    if (row, column) in ITSELF:
+        return "–"
     if (row, column) in REFUSED or ELSEWHERE.get((row, column)) in REFUSALS:
         return "refused"
     assert row in ROWS or (row, column) in ELSEWHERE, f"{row} with {column} is allowed and untried"

@@ -16,21 +16,40 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
+from urllib.request import urlopen
 
+import grpc
 import pytest
-from pairs import COLUMNS, ELSEWHERE, REFUSED, REPOSITORY, ROWS, arguments, make_job, row_of, table
+from pairs import (
+    COLUMNS,
+    ELSEWHERE,
+    ITSELF,
+    REFUSED,
+    REPOSITORY,
+    ROWS,
+    Spec,
+    arguments,
+    make_job,
+    row_of,
+    script_of,
+    table,
+)
 from step_logs import ends_of_logs
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
+from holdfast_cli.local.daemon_calls import daemon_status
+from holdfast_cli.local.directory import RunDirectory
+from holdfast_cli.local.status import NodeStatus
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import parse_job
 from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_operator.reconciler.report.recoveries import Recovery
+from holdfast_protos import trainer_pb2_grpc
 
 WAIT_S = 200.0
 PLACEHOLDER = Path("/directory-of-the-run")
 """Stands for the folder of a run in its arguments, so that equal ones can be told."""
-PAIRS = list(product(ROWS, COLUMNS))
+PAIRS = [pair for pair in product(ROWS, COLUMNS) if pair not in ITSELF]
 TRAINED = [pair for pair in PAIRS if pair not in REFUSED]
 
 
@@ -47,10 +66,24 @@ def test_a_pair_is_refused_with_the_reason_or_allowed(
     assert REFUSED[row, column] in str(caught.value)
 
 
-def test_tensor_parallelism_beside_seats_is_refused_when_it_is_applied(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"parallelism": {"dp": 1, "tp": 2}}, "whole experts, any of them; use tp = 1, or remove"),
+        ({"parallelism": {"dp": 1, "pp": 2}}, "whole experts, any of them; use pp = 1, or remove"),
+        (
+            {"trainer": {"external": True}},
+            "spec.elastic: needs pods that Holdfast makes, and spec.trainer.external is true",
+        ),
+    ],
+    ids=["tp", "pp", "external"],
+)
+def test_what_experts_in_seats_cannot_have_is_refused_when_it_is_applied(
+    changes: Spec, why: str, tmp_path: Path
+) -> None:
     document = make_job("a rank is lost", "seats", tmp_path)
-    document["spec"]["parallelism"] = {"dp": 1, "tp": 2}
-    with pytest.raises(InvalidJobError, match="whole experts, any of them; use tp = 1, or remove"):
+    document["spec"] |= changes
+    with pytest.raises(InvalidJobError, match=why):
         parse_job(document)
 
 
@@ -104,7 +137,21 @@ async def _lose(row: str, column: str, directory: Path) -> Sequence[Recovery]:
         for member in status.local.members[1 : 1 + row_of(row, column).nodes_lost]:
             await cluster.kill_node(member.node)
         assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
+        if (row, column) == ("mirrors of replicas", "Full"):
+            run = RunDirectory(directory / "run", job.key)
+            members = [node for node in cluster.status.local.nodes if node.member is not None]
+            assert any(mirrored_bytes(node, run) for node in members)
         return cluster.status.local.recoveries
+
+
+def mirrored_bytes(node: NodeStatus, directory: RunDirectory) -> float:
+    """Bytes that the daemon of `node` has taken from mirrors beside it, instead of other nodes."""
+    with grpc.insecure_channel(f"unix:{node.socket}") as channel:
+        found, _ = daemon_status(trainer_pb2_grpc.TrainerStub(channel), directory)
+    with urlopen(f"http://{node.host}:{found['metrics_port']}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    samples = dict(line.rsplit(" ", 1) for line in lines)
+    return float(samples["holdfast_mirrored_bytes_total"])
 
 
 def final_state(directory: Path) -> object:
@@ -118,8 +165,7 @@ def final_state(directory: Path) -> object:
 
 def undisturbed(row: str, column: str, world: int) -> object:
     """The final state of the same script without Holdfast."""
-    script = str(REPOSITORY / "examples" / COLUMNS[column].example)
-    return _undisturbed(world, script, *arguments(row, column, PLACEHOLDER))
+    return _undisturbed(world, str(script_of(row, column)), *arguments(row, column, PLACEHOLDER))
 
 
 @cache

@@ -35,6 +35,7 @@ def test_what_is_tested_is_what_is_pinned(row: str, package: str) -> None:
     [
         ("DeepSpeed", "deepspeed"),
         ("megatron-core", "megatron"),
+        ("peft", "optimizers"),
         ("pytorch-optimizer", "optimizers"),
         ("torchao", "optimizers"),
         ("torchtitan", "torchtitan"),

@@ -121,7 +121,7 @@ def init(
     )
     with OF_PROCESS.making_session():
         maker.check()
-        _check_pipeline(pipeline, topology, world)
+        maker.check_pipeline(pipeline)
         if world is None:
             if maker.settings.repeat_steps_share:
                 _log.warning(
@@ -197,6 +197,36 @@ class _Maker:
             _check_seats(self.model, self.topology, self.settings)
             for one in self.optimizers:
                 check_same_optimizer(one)
+
+    def check_pipeline(self, pipeline: Pipeline | None) -> None:
+        """Check that the session has the world and the topology of `pipeline`, and that snapshots
+        hold all that a lost stage begins from.
+
+        Raises:
+            InvalidJobError: the session has another world or topology, or a policy that leaves
+                experts out.
+        """
+        if pipeline is None:
+            return
+        if self.world is not pipeline.world or self.topology != pipeline.topology:
+            raise InvalidJobError(
+                f"pipeline= is for topology {pipeline.topology}, but topology= is {self.topology}: "
+                f"give the topology and the world with which the pipeline was made"
+            )
+        if not self.protects or self.can_go_on_live:
+            return
+        if self.settings.leaves_experts_out:
+            raise InvalidJobError(
+                f"a lost stage repeats steps from a state that is whole, and "
+                f"{type(self.settings.policy).__name__} leaves experts out of snapshots, so that "
+                f"the log of pipeline= would never be read: use snapshot.policy.type Full or "
+                f"Sparse, or leave elastic.Pipeline out, and send between stages with "
+                f"torch.distributed"
+            )
+        _log.warning(
+            "pipeline=: no stage recovers alone, because this process takes no votes: it needs "
+            "go_on_live, and optimizers of torch"
+        )
 
     def elastic_session(self, world: World, pipeline: Pipeline | None) -> ElasticSession:
         """Make a session for `world` and for the worlds that follow it. Collective."""
@@ -333,21 +363,6 @@ def _check_stateful(stateful: Mapping[str, Stateful]) -> None:
                 f"`load_state_dict`: give an object that has both, perhaps one of your own around "
                 f"it"
             )
-
-
-def _check_pipeline(
-    pipeline: Pipeline | None, topology: Topology | None, world: World | None
-) -> None:
-    """Check that the session has the world and the topology of `pipeline`.
-
-    Raises:
-        InvalidJobError: the session has another world or topology.
-    """
-    if pipeline is not None and (world is not pipeline.world or topology != pipeline.topology):
-        raise InvalidJobError(
-            f"pipeline= is for topology {pipeline.topology}, but topology= is {topology}: give the "
-            f"topology and the world with which the pipeline was made"
-        )
 
 
 def _check_seats(model: nn.Module, topology: Topology | None, settings: Settings) -> None:

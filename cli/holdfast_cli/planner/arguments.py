@@ -383,8 +383,8 @@ def _add_simulated_sizes(parser: argparse.ArgumentParser) -> None:
         "--frozen-saves",
         type=portion,
         metavar="X",
-        help="portion of a step that frozen experts save where a window is repeated (default 0: "
-        "their gradients are computed, and dropped; MoEvement: 0.33)",
+        help="portion of a step that frozen experts save where a window is repeated (default 0, "
+        "as with loss.backward(); with session.backward more, MoEvement: 0.33)",
     )
     add("--copy-bandwidth", type=some_bytes, metavar="SIZE", help="bytes per second (default 10G)")
     add(

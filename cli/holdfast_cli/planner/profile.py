@@ -80,6 +80,8 @@ class JobProfile(
     """Rate from a node to storage."""
     snapshot_portion: NotNegative | None = None
     """Portion by which a snapshot whose copy hides makes a step longer."""
+    frozen_saves: Portion | None = None
+    """Portion of a step that a frozen expert saves while a window is repeated."""
     detect_s: NotNegative | None = None
     """Time from a failure until it is known."""
     restart_s: NotNegative | None = None

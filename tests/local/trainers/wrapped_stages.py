@@ -1,5 +1,5 @@
 """Pipeline stages whose modules torch wraps: DDP averages over the ranks of a stage, FSDP2 and
-tensor parallelism divide a stage's parameters among them.
+tensor parallelism divide a stage's parameters among them, and HSDP has as many replicas as ranks.
 
 Arguments, faults and the lines of the logs are those of `pipeline_trainer`, with `--wrap` besides.
 """
@@ -32,7 +32,7 @@ import holdfast
 from holdfast import elastic
 
 WIDTH, BATCH = 16, 4
-WAYS = ("ddp", "fsdp", "tp")
+WAYS = ("ddp", "fsdp", "hsdp", "tp")
 
 
 def make_stage(way: str, pipeline: elastic.Pipeline) -> tuple[nn.Module, nn.Module]:
@@ -43,8 +43,10 @@ def make_stage(way: str, pipeline: elastic.Pipeline) -> tuple[nn.Module, nn.Modu
     stage = nn.ModuleDict({f"stage{pipeline.stage}": layers})
     if way == "ddp":
         return stage, pipeline.world.ddp(layers, group=pipeline.group)
-    mesh = init_device_mesh("cpu", (stages, ranks), mesh_dim_names=("pp", "ranks"))["ranks"]
-    if way == "fsdp":
+    names = ("pp", "ranks", "shard")
+    whole = init_device_mesh("cpu", (stages, ranks, 1), mesh_dim_names=names)
+    mesh = whole["ranks", "shard"] if way == "hsdp" else whole["ranks"]
+    if way in ("fsdp", "hsdp"):
         fully_shard(layers, mesh=mesh)
     else:
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}

@@ -40,6 +40,30 @@ def what_can_be_saved(callback: object, state: dict[str, Any]) -> dict[str, Any]
     return state
 
 
+def check_model(framework: str, model: nn.Module, arguments: Mapping[str, object]) -> None:
+    """Refuse what only a loop of one's own can train.
+
+    Args:
+        framework: its name, for messages.
+        arguments: further ones of `holdfast.init`.
+
+    Raises:
+        InvalidJobError: the model has experts in seats, or stages have a log.
+    """
+    if has_seats(model):
+        raise InvalidJobError(
+            f"{framework} reduces gradients as if all ranks had the same experts, and those of "
+            f"holdfast.moe have copies on some: train them in a loop of your own, as in "
+            f"examples/train_moe_elastic.py"
+        )
+    if arguments.get("pipeline") is not None:
+        raise InvalidJobError(
+            f"pipeline=…: {framework} cannot repeat the steps of a stage alone; leave it out, so "
+            f"that all ranks go back together, or write a loop of your own, as in "
+            f"examples/train_moe_pipeline.py"
+        )
+
+
 class Entries:
     """The entries into the loop of a framework.
 
@@ -164,28 +188,6 @@ class Protection:
             raise InvalidJobError(
                 f"{how} is {accumulated} beside sampler=…, which gives the number of passes of a "
                 f"step: leave it out, and let micro_batch of the sampler be what fits one pass"
-            )
-
-    def _check_model(
-        self, framework: str, model: nn.Module, arguments: Mapping[str, object]
-    ) -> None:
-        """Refuse what only a loop of one's own can train.
-
-        Args:
-            framework: its name, for messages.
-            arguments: further ones of `holdfast.init`.
-        """
-        if has_seats(model):
-            raise InvalidJobError(
-                f"{framework} reduces gradients as if all ranks had the same experts, and those "
-                f"of holdfast.moe have copies on some: train them in a loop of your own, as in "
-                f"examples/train_moe_elastic.py"
-            )
-        if arguments.get("pipeline") is not None:
-            raise InvalidJobError(
-                f"pipeline=…: the loop of {framework} cannot repeat the steps of a stage alone; "
-                f"leave it out, so that all ranks go back together, or write a loop of your own, "
-                f"as in examples/train_moe_pipeline.py"
             )
 
     def _weigh(self, loss: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from holdfast._init import init
 from holdfast._session.interface import Session
 from holdfast._state.collect import Stateful
 from holdfast._state.flat import FlatRange, FlatTensor
+from holdfast.integrations._entries import check_model
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.packages import PackageGroup, needing
 from holdfast_core.topology import Topology
@@ -54,6 +55,7 @@ def protect(
         InvalidJobError: the engine shards or optimizes in a way that a snapshot cannot hold; the
             message names the setting to change.
     """
+    check_model("DeepSpeed", engine.module, arguments)
     _check(engine)
     return init(
         model=engine.module,

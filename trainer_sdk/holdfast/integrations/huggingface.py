@@ -38,7 +38,7 @@ from holdfast._state.extras import (
     decode_extras,
     encode_extras,
 )
-from holdfast.integrations._entries import Entries, Protection, what_can_be_saved
+from holdfast.integrations._entries import Entries, Protection, check_model, what_can_be_saved
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.packages import PackageGroup, needing
 
@@ -288,7 +288,7 @@ class HoldfastTrainerCallback(Protection, TrainerCallback):  # type: ignore[misc
         self._check_size(
             "the Trainer", trainer.args.gradient_accumulation_steps, "gradient_accumulation_steps"
         )
-        self._check_model("the Trainer", trainer.model, self._arguments)
+        check_model("the Trainer", trainer.model, self._arguments)
         _check(trainer, self._world)
         if self._sampler is None:
             _check_order(trainer)

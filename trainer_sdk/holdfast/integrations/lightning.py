@@ -27,7 +27,7 @@ from holdfast._elastic.sampler import ElasticSampler
 from holdfast._elastic.world import World
 from holdfast._init import init
 from holdfast._state.collect import RandomGenerators, Stateful
-from holdfast.integrations._entries import Entries, Protection, what_can_be_saved
+from holdfast.integrations._entries import Entries, Protection, check_model, what_can_be_saved
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.packages import PackageGroup, needing
 
@@ -200,7 +200,7 @@ class HoldfastCallback(Protection, Callback):  # type: ignore[misc]  # the packa
         self._check_size(
             "Lightning", trainer.accumulate_grad_batches, "Trainer(accumulate_grad_batches=…)"
         )
-        self._check_model("Lightning", model, self._arguments)
+        check_model("Lightning", model, self._arguments)
         if self._sampler is not None:
             self._own["sampler"] = self._sampler
             _accumulate(trainer, self._sampler.plan.passes)

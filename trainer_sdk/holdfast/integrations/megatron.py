@@ -24,6 +24,7 @@ from holdfast._init import init
 from holdfast._session.interface import Session
 from holdfast._state.collect import Stateful
 from holdfast._state.flat import FlatRange, FlatTensor
+from holdfast.integrations._entries import check_model
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.packages import PackageGroup, needing
 from holdfast_core.topology import Topology
@@ -74,6 +75,7 @@ def protect(
     """
     chunks = [model] if isinstance(model, nn.Module) else [*model]
     optimizers = [*_each(optimizer)]
+    check_model("Megatron-Core", nn.ModuleList(chunks), arguments)
     _check(chunks, optimizers)
     whole = whole_model(chunks)
     names = {id(p): name for name, p in whole.named_parameters()}

@@ -30,7 +30,7 @@ from holdfast._init import init
 from holdfast._mesh import topology_from_device_mesh
 from holdfast._session.interface import Session
 from holdfast._state.dtensors import raw
-from holdfast.integrations._entries import Entries
+from holdfast.integrations._entries import Entries, check_model
 from holdfast_core.errors import InvalidJobError, MissingPackageError
 from holdfast_core.packages import PackageGroup, needing
 
@@ -320,8 +320,10 @@ def _make_session(trainer: Trainer, arguments: dict[str, Any]) -> Session:
     parts = trainer.model_parts
     # Layers have numbers of their own in the whole model, so a part must not look like one.
     chunks = {f"part{index}": part for index, part in enumerate(parts)}
+    model = parts[0] if len(parts) == 1 else nn.ModuleDict(chunks)
+    check_model("torchtitan", model, arguments)
     return init(
-        model=parts[0] if len(parts) == 1 else nn.ModuleDict(chunks),
+        model=model,
         optimizer=list(trainer.optimizers),
         stateful={
             "trainer": trainer,

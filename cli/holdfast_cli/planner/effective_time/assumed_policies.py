@@ -130,7 +130,7 @@ class AssumedCosts:
     """The fewest nodes whose seats hold all experts of a layer."""
     frozen_saves: float = 0.0
     """Portion of a step that the repetition of a window saves for a frozen expert: MoEvement's
-    third (§3.5), or 0 where gradients are computed and dropped, as in this version."""
+    third (§3.5), or 0 where their gradients are computed and dropped."""
 
     def __post_init__(self) -> None:
         sizes = min(self.expert_bytes, self.other_bytes, self.slower, self.losses)

@@ -522,10 +522,13 @@ def _survives(
 
 def _frozen_saves(options: argparse.Namespace, sources: Sources) -> float:
     """Portion of a step that frozen experts save where a window is repeated."""
-    if options.frozen_saves is None:
+    saves, source = options.frozen_saves, FLAG
+    if saves is None:
+        saves, source = sources.profile.frozen_saves, str(options.profile)
+    if saves is None:
         return 0.0
-    sources.explain("frozen experts save, of a step", f"{options.frozen_saves:.0%}", FLAG)
-    return float(options.frozen_saves)
+    sources.explain("frozen experts save, of a step", f"{saves:.0%}", source)
+    return float(saves)
 
 
 def _amount(nbytes: int) -> str:

@@ -25,10 +25,12 @@ MEASURED: dict[str, Any] = {
     "network_bytes_s": 2e9,
     "storage_bytes_s": 1.5e9,
     "snapshot_portion": 0.01,
+    "frozen_saves": 0.25,
     "detect_s": 3.0,
     "restart_s": 4.0,
     "reform_s": 1.0,
 }
+GIVEN = ("--step-seconds", "9", "--frozen-saves", "0.5")
 PARTS: dict[str, Any] = {"pipelines_s": [[0.1, 0.2], [0.3, 0.1]], "micro_batches": 4}
 
 
@@ -77,12 +79,14 @@ def test_every_measurement_is_used_and_named_as_the_source(
     assert inputs["network, a node"] == ("2.0 GB/s", source)
     assert inputs["storage, a node"] == ("1.5 GB/s", source)
     assert inputs["a step with a snapshot is longer by"] == ("1 %", source)
+    assert inputs["frozen experts save, of a step"] == ("25%", source)
     assert inputs["detection of a lost node"] == ("3 s", source)
     assert inputs["restart after it, processes stay"] == ("4 s", source)
     assert inputs["to go on with other nodes, in place"] == ("1 s", source)
     assert "profile" not in inputs
-    other = simulated(capsys, job, "--profile", path, "--gpus", "64", "--step-seconds", "9")
+    other = simulated(capsys, job, "--profile", path, "--gpus", "64", *GIVEN)
     assert other["step"] == ("9 s", "given")
+    assert other["frozen experts save, of a step"] == ("50%", "given")
     assert other["profile"] == ("measured on 8 GPUs", source)
 
 

@@ -1,9 +1,9 @@
-"""Two processes whose experts lie partly on each: some experts in each snapshot, or in each save of
+"""Processes whose experts lie partly on each: some experts in each snapshot, or in each save of
 a sparse window.
 
-With FSDP2; with tensor parallelism of plain tensors; and with ZeroRedundancyOptimizer, which is
-sharded by parameters, where replicas hold the weights. Windows also with DDP, where each rank holds
-whole experts, and captures a part of them.
+With FSDP2; with HSDP, on two times two ranks; with tensor parallelism of plain tensors; and with
+ZeroRedundancyOptimizer, which is sharded by parameters, where replicas hold the weights. Windows
+also with DDP, where each rank holds whole experts, and captures a part of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard
@@ -102,9 +103,11 @@ def make_model(seed: int, way: str, rank: int) -> nn.Module:
     torch.manual_seed(seed + rank * (way == "tp"))
     layer: Any = StackedLayer() if way == "fsdp of a stack" else Layer()
     model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
-    if way == "fsdp":
+    if way in ("fsdp", "hsdp"):
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names) if way == "hsdp" else None
         for part in (*layer.experts, layer.dense, layer):
-            fully_shard(part)
+            fully_shard(part, mesh=mesh)
     if way == "fsdp of a stack":
         fully_shard(layer.experts, shard_placement_fn=lambda parameter: Shard(1))
         fully_shard(layer)
@@ -135,7 +138,9 @@ class Run:
         self.layer: nn.Module = self.model.get_submodule("layers.0")
         if self.way == "ddp":
             self.layer = DistributedDataParallel(self.layer)
-        self.daemon = FakeDaemon(self.directory, rank=self.rank, world_size=WORLD, epoch=self.epoch)
+        self.daemon = FakeDaemon(
+            self.directory, rank=self.rank, world_size=ranks_of(self.way), epoch=self.epoch
+        )
         torch.use_deterministic_algorithms(self.policy in WINDOWS)
         self.session = holdfast.init(
             model=self.model,
@@ -208,7 +213,7 @@ def is_killed(rank: int, directory: str, policy: str, way: str) -> None:
     assert set(newest.values()) == {1, 2, 3}, "each snapshot holds one expert anew"
     if rank == 1:
         run.daemon.fail("commit", holdfast.StorageError("no space left"))
-    assert (run.save(4) is None) == (rank == 0)
+    assert (run.save(4) is None) == (rank != 1)
     for step in (5, 6):
         assert run.save(step) is None
     versions = run.versions(Generation(1, 6))
@@ -274,8 +279,14 @@ def one_daemon_lost_the_snapshot_before(rank: int, directory: str, policy: str) 
     run.session.close()
 
 
-def in_world(rank: int, work: Callable[..., None], store: str, arguments: tuple[Any, ...]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+def ranks_of(way: str) -> int:
+    return 2 * WORLD if way == "hsdp" else WORLD
+
+
+def in_world(
+    rank: int, work: Callable[..., None], store: str, ranks: int, arguments: tuple[Any, ...]
+) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     try:
         work(rank, *arguments)
         dist.barrier()
@@ -287,8 +298,9 @@ def in_world(rank: int, work: Callable[..., None], store: str, arguments: tuple[
 
 
 def in_processes(work: Callable[..., None], directory: Path, *arguments: str) -> None:
+    ranks = ranks_of(arguments[-1])
     arguments = (str(directory / "d"), *arguments)
-    run_ranks(in_world, (work, str(directory / work.__name__), arguments), WORLD)
+    run_ranks(in_world, (work, str(directory / work.__name__), ranks, arguments), ranks)
 
 
 @pytest.mark.timeout(180)
@@ -300,6 +312,8 @@ def in_processes(work: Callable[..., None], directory: Path, *arguments: str) ->
         ("selective", "fsdp"),
         ("turn", "tp"),
         pytest.param("selective", "tp", marks=pytest.mark.exhaustive),
+        pytest.param("turn", "hsdp", marks=pytest.mark.exhaustive),
+        pytest.param("selective", "hsdp", marks=pytest.mark.exhaustive),
     ]
     + [(policy, "zero") for policy in POLICIES],
 )
@@ -308,8 +322,9 @@ def test_parts_of_experts_are_left_out_together_and_restored_of_one_step(
 ) -> None:
     with pytest.raises(AssertionError, match="SIGKILL"):
         in_processes(is_killed, tmp_path, policy, way)
-    found = [torch.load(tmp_path / "d" / f"killed-{rank}")[0] for rank in range(WORLD)]
-    assert found[0] == found[1]
+    ranks = range(ranks_of(way))
+    found = [torch.load(tmp_path / "d" / f"killed-{rank}")[0] for rank in ranks]
+    assert found == [found[0]] * len(found)
     in_processes(comes_back, tmp_path, policy, way)
 
 
@@ -328,6 +343,8 @@ def test_a_rank_that_lost_its_snapshot_skips_one_save_and_then_all_capture_every
         pytest.param("fsdp", "repeats Optimizer", marks=pytest.mark.exhaustive),
         ("fsdp of a stack", "repeats Training"),
         pytest.param("fsdp of a stack", "repeats Optimizer", marks=pytest.mark.exhaustive),
+        pytest.param("hsdp", "repeats Training", marks=pytest.mark.exhaustive),
+        pytest.param("hsdp", "repeats Optimizer", marks=pytest.mark.exhaustive),
         pytest.param("tp", "repeats Training", marks=pytest.mark.exhaustive),
         pytest.param("tp", "repeats Optimizer", marks=pytest.mark.slow),
         pytest.param("ddp", "repeats Training", marks=pytest.mark.exhaustive),

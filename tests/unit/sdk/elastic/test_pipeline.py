@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from holdfast._elastic.message_copies import Copied, SideCopies, bytes_of
 from holdfast._elastic.pipeline import SCHEDULES_FROM, BoundaryReplay, Pipeline
 from holdfast._elastic.stage_group import StageGroup
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.snapshots import PartialExperts, Policy, Selective
 from holdfast_core.protection.replaying import ReplayPlan
 from holdfast_core.topology import Topology
 
@@ -109,6 +111,28 @@ def test_a_session_is_for_the_stages_of_its_pipeline() -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(InvalidJobError, match="topology dp1·ep1·tp1·pp2, but topology= is None"):
         holdfast.init(model=model, optimizer=torch.optim.SGD(model.parameters()), pipeline=make(0))
+
+
+@pytest.mark.parametrize("policy", [PartialExperts(loss_limit=1.0), Selective(experts=1)])
+def test_stages_whose_log_could_never_be_read_are_refused(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(TOPOLOGY.world_size))
+    model, pipeline = nn.Linear(1, 1), make(0)
+    with pytest.raises(
+        InvalidJobError,
+        match=f"{type(policy).__name__} leaves experts out .* use snapshot.policy.type Full",
+    ):
+        holdfast.init(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters()),
+            topology=TOPOLOGY,
+            world=pipeline.world,
+            pipeline=pipeline,
+            socket=tmp_path / "socket",
+            settings=holdfast.Settings(policy=policy),
+        )
 
 
 @pytest.mark.parametrize("wrong", ["", "activation", "gradient", "sum"])

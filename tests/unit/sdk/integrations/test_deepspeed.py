@@ -37,6 +37,7 @@ from stored import JOB, persist
 from torch.distributed.checkpoint import state_dict_loader
 from waiting import wait_saved
 
+from holdfast import moe
 from holdfast.dcp import HoldfastReader
 from holdfast.export import export_dcp
 from holdfast_core.errors import InvalidJobError
@@ -287,6 +288,23 @@ def is_refused(rank: int, world: int, directory: str) -> None:
 
 def test_what_a_session_could_not_hold_is_refused(tmp_path: Path) -> None:
     run(is_refused, 1, tmp_path)
+
+
+def own_loops_are_needed(rank: int, world: int, directory: str) -> None:
+    from deepspeed_model import make_engine
+
+    from holdfast.integrations.deepspeed import protect
+
+    engine = make_engine(1, stage=0)
+    pipeline: Any = object()
+    with pytest.raises(InvalidJobError, match="DeepSpeed cannot repeat the steps of a stage alone"):
+        protect(engine, pipeline=pipeline)
+    engine.module.add_module("seats", moe.SeatedExperts(4, 8, (0, 1), 2))
+    assert "DeepSpeed reduces gradients as if all ranks had the" in refusal_of(engine, directory)
+
+
+def test_what_only_a_loop_of_ones_own_can_train_is_refused(tmp_path: Path) -> None:
+    run(own_loops_are_needed, 1, tmp_path)
 
 
 def topologies(rank: int, world: int, directory: str) -> None:

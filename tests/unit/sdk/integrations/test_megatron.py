@@ -34,6 +34,7 @@ from ranks import run_ranks
 from stored import JOB, persist
 from waiting import wait_saved
 
+from holdfast import moe
 from holdfast.dcp import HoldfastReader
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.snapshots import (
@@ -241,6 +242,23 @@ def are_refused(rank: int, world: int, directory: str) -> None:
 
 def test_what_a_session_could_not_hold_is_refused(tmp_path: Path) -> None:
     run(are_refused, 1, tmp_path)
+
+
+def own_loops_are_needed(rank: int, world: int, directory: str) -> None:
+    from megatron_model import Case, Trained
+
+    trained = Trained(1, Case())
+    for pipeline, why in (
+        (object(), "Megatron-Core cannot repeat the steps of a stage alone"),
+        (None, "Megatron-Core reduces gradients as if all ranks had the same experts"),
+    ):
+        with pytest.raises(InvalidJobError, match=why):
+            open_session(trained, directory, rank, world, epoch=1, pipeline=pipeline)
+        trained.model.add_module("seats", moe.SeatedExperts(4, 8, (0, 1), 2))
+
+
+def test_what_only_a_loop_of_ones_own_can_train_is_refused(tmp_path: Path) -> None:
+    run(own_loops_are_needed, 1, tmp_path)
 
 
 def topologies(rank: int, world: int, directory: str) -> None:

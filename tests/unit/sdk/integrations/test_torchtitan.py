@@ -21,7 +21,7 @@ import torch.distributed as dist
 from waiting import wait_for, wait_saved
 
 import holdfast
-from holdfast import topology_from_device_mesh
+from holdfast import moe, topology_from_device_mesh
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.loss_reports import LossReport
@@ -341,6 +341,18 @@ def test_a_trainer_that_a_new_process_could_not_build_alone_is_refused(
 ) -> None:
     trainer, world = staying(change)
     with pytest.raises(InvalidJobError, match=message):
+        titan.train(trainer, world)
+
+
+def test_what_only_a_loop_of_ones_own_can_train_is_refused(titan: Any, staying: Any) -> None:
+    trainer, world = staying(lambda config: None)
+    arguments = trainer.checkpointer._arguments
+    arguments["pipeline"] = object()
+    with pytest.raises(InvalidJobError, match="torchtitan cannot repeat the steps of a stage"):
+        titan.train(trainer, world)
+    del arguments["pipeline"]
+    trainer.model_parts[0].add_module("seats", moe.SeatedExperts(4, 8, (0, 1), 2))
+    with pytest.raises(InvalidJobError, match="torchtitan reduces gradients as if all ranks had"):
         titan.train(trainer, world)
 
 
