@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,20 +10,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.elastic import host_planner
+from benchmarks.experts import host_planner
 from dense_moe import DIM, Shape, backward, join, make_layer
 from expert_kinds import SwiGLU
 from ports import reserve_port
 from ranks import run_ranks
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast import moe
 from holdfast._moe.dispatcher import (
-    Additions,
     DispatchPlan,
-    Dispatcher,
     Placement,
     count_by_expert,
     sort_by_expert,
@@ -246,7 +243,7 @@ class Stream:
 
 
 def compute_on_fake_device(rank: int) -> None:
-    """Forward and backward pass of a layer whose tensors have no values."""
+    """Forward pass of a layer whose tensors have no values."""
     shape = Shape(
         ranks=RANKS,
         nproc=2,
@@ -264,16 +261,14 @@ def compute_on_fake_device(rank: int) -> None:
         return numbers
 
     group: Any = Group()
-    torch.Tensor.tolist = tolist  # type: ignore[method-assign, assignment]
+    FakeTensor.tolist = tolist  # type: ignore[method-assign]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
         layer = moe.MoELayer(DIM, 2 * DIM, shape.plan(), 0, group, top_k=2)
         x_ND = torch.empty(rows, DIM, requires_grad=True)
         layer.dispatcher.placement(x_ND.device)  # copied to the device once for a plan
         with OnDevice():
-            out, balance = layer(x_ND)
-            backward(out, balance, 30)
-    assert out.device.type == "cuda"
-    assert x_ND.grad is not None
+            out, _ = layer(x_ND)
+    assert (out.device.type, out.shape) == ("cuda", x_ND.shape)
     assert (played, stream.waits) == ([torch.Size([len(numbers)])], 1)
     dist.destroy_process_group()
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from benchmarks.elastic import host_planner
+from benchmarks.experts import host_planner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -126,7 +126,9 @@ def test_one_rank_keeps_everything(tokens: int) -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.randoms())
-def test_rows_of_blocks_are_listed_in_any_order_of_the_blocks(lengths: list[int], rng: object) -> None:
+def test_rows_of_blocks_are_listed_in_any_order_of_the_blocks(
+    lengths: list[int], rng: object
+) -> None:
     starts = starts_of(torch.tensor(lengths))
     shuffled = list(range(len(lengths)))
     rng.shuffle(shuffled)  # type: ignore[attr-defined]  # random.Random
