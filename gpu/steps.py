@@ -54,6 +54,7 @@ STEPS = (
     Step(path="tests/gpu/test_arenas.py", limit_s=60),
     Step(path="tests/gpu/test_experts.py", limit_s=60),
     Step(path="tests/gpu/test_node_checks.py", limit_s=60),
+    Step(path="tests/gpu/test_compiled_steps.py", limit_s=120, test_limit_s=60),
     Step(path="tests/gpu/test_dtensor.py", limit_s=60),
     Step(path="tests/gpu/test_groups.py", limit_s=90),
     Step(path="tests/gpu/test_staying.py", limit_s=150, test_limit_s=60),

@@ -282,15 +282,17 @@ class SeatChanges:
     ) -> None:
         """Exchange the moving experts of one layer, and put them into their seats.
 
-        Tensors on a device and tensors in host memory travel apart. Nothing is written into a seat
-        before all has arrived, since experts that leave may still lie there.
+        Tensors on the experts' device and others, such as states in host memory, travel apart.
+        Nothing is written into a seat before all has arrived, since experts that leave may still
+        lie there.
         """
-        given, taken = _pairs(moves, rank, plan.room.ranks)
+        given, taken = pairs_of(moves, rank, plan.room.ranks)
+        here = next(layer.experts.parameters()).device.type
         arrived = list[tuple[Sequence[torch.Tensor], torch.Tensor]]()
-        for on_host in (True, False):
-            some = [one for one in tensors if (one.device.type == "cpu") is on_host]
+        for beside in (True, False):
+            some = [one for one in tensors if (one.device.type == here) is beside]
             if some:
-                arrived.append((some, _passed_on(layer, exchange, some, given, taken)))
+                arrived.append((some, pass_on(layer, exchange, some, given, taken)))
         layer.take_seats(plan)
         seat_of = layer.experts.seat_of
         for some, flat in arrived:
@@ -303,7 +305,7 @@ class SeatChanges:
                 into.copy_(part)
 
 
-def _pairs(
+def pairs_of(
     moves: Sequence[ExpertMove], rank: int, ranks: int
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return the experts that `rank` sends to each rank, and those that it gets from each."""
@@ -317,7 +319,7 @@ def _pairs(
     return given, taken
 
 
-def _passed_on(
+def pass_on(
     layer: ExpertLayer,
     exchange: Exchange,
     tensors: Sequence[torch.Tensor],
@@ -327,8 +329,11 @@ def _passed_on(
     """Send the parts of `tensors` that belong to moving experts, one message for each pair of
     ranks. Collective.
 
+    From the experts' device, training's own group carries them; from elsewhere, or if any rank's
+    device has no memory left for the messages, the exchange does, in host memory.
+
     Args:
-        tensors: stacks of the seats, all in host memory or all on a device.
+        tensors: stacks of the seats, all of them on the experts' device or all in host memory.
         given, taken: for each rank the experts that go there, and that come from there.
 
     Returns:
@@ -342,12 +347,12 @@ def _passed_on(
     parts = [_bytes(one[seat_of[e]]) for e in chain.from_iterable(given) for one in tensors]
     for into, part in zip(sent.split([len(one) for one in parts]), parts, strict=True):
         into.copy_(part)
-    if room.device.type == "cpu":
-        exchange.deal(sent, given_bytes, arrived, taken_bytes)
-    else:
+    if room.device.type == next(layer.experts.parameters()).device.type:
         group = layer.dispatcher.group
         deal_rows(group, sent, given_bytes, arrived, taken_bytes)
         group.finish()
+    else:
+        exchange.deal(sent, given_bytes, arrived, taken_bytes)
     return arrived
 
 

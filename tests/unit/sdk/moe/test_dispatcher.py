@@ -13,11 +13,11 @@ import torch.distributed as dist
 from benchmarks.experts import host_planner
 from dense_moe import DIM, Shape, backward, join, make_layer
 from expert_kinds import SwiGLU
+from fake_device import Group, OnDevice, Stream
 from ports import reserve_port
 from ranks import run_ranks
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast import moe
 from holdfast._moe.dispatcher import (
@@ -32,8 +32,6 @@ from holdfast._moe.flows import copies_before
 RANKS = 4
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 """Methods of tensors by which the host waits for the device."""
-WAITING = ("nonzero", "bincount", "unique", "_local_scalar_dense", "equal", "masked_select")
-"""Operations that wait for the device by themselves."""
 
 
 class Drawn:
@@ -132,22 +130,6 @@ def test_every_assignment_arrives_in_a_seat_of_its_expert_in_the_order_of_sender
         assert within == sorted(within)
 
 
-class OnDevice(TorchDispatchMode):
-    """Refuses what waits for the device, or copies to it from pageable memory."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        del types
-        found = func(*args, **(kwargs or {}))
-        name = func.name().partition("::")[2].partition(".")[0]
-        assert name not in WAITING, func
-        if name in ("_to_copy", "copy_"):
-            source = args[0] if name == "_to_copy" else args[1]
-            assert source.device == found.device or (kwargs or {}).get("non_blocking"), func
-        return found
-
-
 @pytest.mark.parametrize("seed", range(40, 48))
 def test_a_plan_is_made_on_the_device_alone(seed: int) -> None:
     """On fake CUDA tensors, which have no values: whatever reads one raises."""
@@ -216,30 +198,6 @@ def count_reads(rank: int, port: int, expert: Any) -> None:
 @pytest.mark.parametrize("expert", [2 * DIM, make_swiglu])
 def test_the_host_reads_once_a_layer(expert: Any) -> None:
     run_ranks(count_reads, (reserve_port(), expert), 2)
-
-
-class Group:
-    """All ranks of a world that is played, in place of a `WorldGroup`."""
-
-    @property
-    def now(self) -> dist.ProcessGroup | None:
-        return dist.group.WORLD
-
-    def wait(self, work: dist.Work) -> None:
-        work.wait()
-
-
-class Stream:
-    """The current stream of a device that is played; also its event."""
-
-    def __init__(self) -> None:
-        self.waits = 0
-
-    def record_event(self) -> Stream:
-        return self
-
-    def synchronize(self) -> None:
-        self.waits += 1
 
 
 def compute_on_fake_device(rank: int) -> None:
