@@ -15,11 +15,12 @@ from fake_device import Group, OnDevice
 from moe_example import train_moe
 from ports import reserve_port
 from ranks import run_ranks
+from seated_training import EXPERTS, LAYERS, Trainer, every, make_adamw
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast import elastic, moe
+from holdfast import moe
 from holdfast._agree.exchange import Alone, make_exchange
 from holdfast._moe.reseating import SeatChanges, pass_on
 from holdfast._state.capture import LiveState
@@ -28,50 +29,8 @@ from holdfast_core.errors import InvalidJobError, NoRecoveryLineError
 from holdfast_core.topology import Topology
 
 WAIT_S = 60
-LAYERS, EXPERTS, RANKS, NEW = 2, 4, 3, 1
+RANKS, NEW = 3, 1
 SKEWED = [[1, 1, 9, 1], [9, 1, 1, 1]]
-
-
-class Trainer:
-    """A model of two layers and its optimizer."""
-
-    def __init__(
-        self,
-        group: elastic.WorldGroup,
-        make: Any,
-        loads: list[list[int]],
-        expert: Any = HIDDEN,
-    ) -> None:
-        room = moe.ExpertRoom(nodes=RANKS, rank_seats=3)
-        plan = moe.plan_experts(loads, room)
-        torch.manual_seed(5)
-        self.layers: Any = nn.ModuleList(
-            moe.MoELayer(DIM, expert, plan, at, group) for at in range(LAYERS)
-        )
-        self.optimizer = make(self.layers.parameters())
-        self.gradients = moe.SummedGradients(self.layers, group)
-        self.live = LiveState(self.layers, [self.optimizer], Topology(dp=RANKS), 0)
-
-    def train(self, rank: int) -> None:
-        x = torch.randn(6 + rank, DIM, generator=torch.Generator().manual_seed(rank))
-        self.optimizer.zero_grad()
-        for layer in self.layers:
-            x = x + layer(x)[0]
-        (x.square().sum() / 21).backward()
-        self.gradients.sum()
-        self.gradients.clip(1.0)
-        self.optimizer.step()
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """State of the experts in seats, by name."""
-        found = self.live.discover()
-        return {one.name: one.tensor.clone() for one in found if one.seats is not None}
-
-
-def every(own: Any) -> list[Any]:
-    found = [None] * RANKS
-    dist.all_gather_object(found, own)
-    return found
 
 
 def check_capturers(trainer: Trainer) -> None:
@@ -99,10 +58,6 @@ def messages_counted() -> Iterator[list[int]]:
         dist.all_to_all_single = original
 
 
-def make_adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
 def make_master(parameters: Any) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = train_moe().MasterAdamW(parameters, lr=1e-2)
     return optimizer
@@ -115,10 +70,10 @@ def make_swiglu(number: int) -> nn.Module:
 def move(rank: int, port: int, make: Any, expert: Any, new: int) -> None:
     """Rank `new` is lost after a step, and a new process takes its place."""
     world, group = join(rank, port, RANKS)
-    trainer = Trainer(group, make, [[1] * EXPERTS] * LAYERS, expert)
+    trainer = Trainer(group, RANKS, make, [[1] * EXPERTS] * LAYERS, expert)
     trainer.train(rank)
     if rank == new:
-        trainer = Trainer(group, make, SKEWED, expert)
+        trainer = Trainer(group, RANKS, make, SKEWED, expert)
     for layer in trainer.layers:
         layer.history.add([1000 * tokens for tokens in SKEWED[layer.layer]])
     before: dict[str, torch.Tensor] = {}
@@ -178,7 +133,7 @@ def test_experts_move_with_all_of_their_state_and_whoever_stays_keeps_its_seat(
 def rebalance(rank: int, port: int, directory: str) -> None:
     """Loads become skewed in a world that stays; then they are as planned."""
     world, group = join(rank, port, RANKS)
-    trainer = Trainer(group, make_adamw, [[1] * EXPERTS] * LAYERS)
+    trainer = Trainer(group, RANKS, make_adamw, [[1] * EXPERTS] * LAYERS)
     trainer.train(rank)
     reseating = SeatChanges(trainer.layers)
     exchange = make_exchange(RANKS, WAIT_S)
@@ -215,7 +170,7 @@ def test_experts_move_in_a_world_that_stays_when_their_loads_are_worth_it() -> N
 
 def refuse(rank: int, port: int, directory: str) -> None:
     world, group = join(rank, port, RANKS)
-    trainer = Trainer(group, make_adamw, SKEWED)
+    trainer = Trainer(group, RANKS, make_adamw, SKEWED)
     reseating = SeatChanges(trainer.layers)
     with pytest.raises(InvalidJobError, match=r"layers \[0\] of an expert plan with 2"):
         SeatChanges(nn.ModuleList([trainer.layers[0]]))
