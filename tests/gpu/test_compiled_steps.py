@@ -130,7 +130,7 @@ def train_compiled(kind: str, arenas: Path | None, backend: str, *, optimizer: b
     loss = torch.compile(loop.loss, backend=backend, fullgraph=True)
     step: Callable[[], object] = loop.optimizer.step
     if optimizer:
-        step = torch.compile(lambda: loop.optimizer.step(), backend=backend)
+        step = torch.compile(loop.optimizer.step, backend=backend)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(lr|Profiler|lru_cache).*")
         loop.train(lambda x: loss(x).backward(), step)
@@ -147,7 +147,9 @@ def train_compiled(kind: str, arenas: Path | None, backend: str, *, optimizer: b
 
 BACKENDS = [
     "aot_eager",
-    pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    pytest.param(
+        "inductor", marks=[pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(300)]
+    ),
 ]
 
 

@@ -101,7 +101,7 @@ def move(rank: int, kind: str, port: int) -> None:
     before = {name: one for of_rank in every(trainer.state()) for name, one in of_rank.items()}
     seats = [layer.experts.seat_experts for layer in trainer.layers]
     for layer in trainer.layers:
-        layer.history.add([1000, 1000, 9000, 9000])
+        layer.history.add([1000, 1000, 9000, 1000])
     changes, exchange = SeatChanges(trainer.layers), make_exchange(2, WAIT_S)
     assert changes.rebalance(trainer.live, exchange, rank, step_s=10.0, steps=200)
     assert any(every([layer.experts.seat_experts for layer in trainer.layers] != seats))
