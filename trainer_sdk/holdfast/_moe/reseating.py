@@ -295,11 +295,11 @@ class SeatChanges:
                 arrived.append((some, pass_on(layer, exchange, some, given, taken)))
         layer.take_seats(plan)
         seat_of = layer.experts.seat_of
-        for some, flat in arrived:
+        for group, flat in arrived:
             parts = [
                 _bytes(tensor[seat_of[expert]])
                 for expert in chain.from_iterable(taken)
-                for tensor in some
+                for tensor in group
             ]
             for into, part in zip(parts, flat.split([len(one) for one in parts]), strict=True):
                 into.copy_(part)

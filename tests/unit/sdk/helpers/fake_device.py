@@ -17,6 +17,9 @@ WAITING = ("nonzero", "bincount", "unique", "_local_scalar_dense", "equal", "mas
 class OnDevice(TorchDispatchMode):
     """Refuses what waits for the device, or copies to it from pageable memory."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

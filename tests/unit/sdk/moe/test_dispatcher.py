@@ -219,7 +219,7 @@ def compute_on_fake_device(rank: int) -> None:
         return numbers
 
     group: Any = Group()
-    FakeTensor.tolist = tolist  # type: ignore[method-assign]
+    FakeTensor.tolist = tolist  # type: ignore[method-assign, assignment]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
         layer = moe.MoELayer(DIM, 2 * DIM, shape.plan(), 0, group, top_k=2)
         x_ND = torch.empty(rows, DIM, requires_grad=True)
