@@ -1,8 +1,8 @@
 """Stages of a pipeline that log their messages on a device: a lost stage repeats its steps alone,
 from the log of its neighbour, and has the same bits.
 
-Both stages are in one process, as gloo sends nothing between devices, and NCCL refuses two ranks on
-one device; a world that is played carries their messages.
+Both stages are in one process, as NCCL refuses two ranks on one device; a world that is played
+carries their messages.
 """
 
 from __future__ import annotations
