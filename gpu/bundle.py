@@ -33,7 +33,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 OUT = ROOT / "build" / "gpu-bundle"
 
 TESTS = ("tests/gpu", "tests/unit/sdk", "tests/conftest.py")
-RUN = (*SOURCES, "gpu", "benchmarks/gpu", *TESTS)
+RUN = (*SOURCES, "gpu", "benchmarks/gpu", "benchmarks/experts", *TESTS)
 """What runs on the machine; its imports are checked."""
 
 

@@ -2,7 +2,8 @@
 
 1. Tokens on the busiest rank, EP over uneven copies, for the models of Lazarus on 10 to 5 nodes and
    four shapes of loads. Computed; no clock is involved.
-2. The dispatcher's share of a layer's processor time, on one process.
+2. The dispatcher's share of a layer's processor time, on one process, beside plain EP and the
+   dispatcher that plans on the host.
 3. A node lost without a spare, in real processes: from the kill to the next completed step, where
    the others stay and experts move, and where all start anew on the nodes that are left.
 
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.elastic.counted import MODELS, NODES, SHAPES, nodes_of_groups, ratios
-from benchmarks.elastic.dispatching import dispatcher_share
+from benchmarks.elastic.dispatching import dispatcher_shares
 from benchmarks.elastic.kills import Kill, lose_node
 from benchmarks.machine import facts
 from benchmarks.measure import REPETITIONS
@@ -51,11 +52,14 @@ def main(argv: list[str] | None = None) -> int:
     console, machine = Console(width=max(Console().width, 100)), facts()
     counted = {m.name: {shape: ratios(m, shape) for shape in SHAPES} for m in MODELS}
     print_counted(console, counted)
-    shares = {model.name: dispatcher_share(model, REPETITIONS * 3) for model in MODELS}
+    shares = {model.name: dispatcher_shares(model, REPETITIONS * 3) for model in MODELS}
     for name, share in shares.items():
         console.print(
-            f"dispatcher with {name}'s experts: {share.value:.0f} % of a layer's processor time "
-            f"(shortest of {share.repetitions} repetitions)"
+            f"dispatcher with {name}'s experts: {share.dispatcher:.1f} % of a layer's processor "
+            f"time, planned on the host {share.planned_on_host:.1f} %, plain EP "
+            f"{share.plain_ep:.1f} %; the layer takes {share.longer_than_plain_ep:+.1f} % beside "
+            f"plain EP (shortest of {share.repetitions} repetitions); dispatching took "
+            f"{share.before_over_now:.2f} times as long on the host"
         )
     kills = measured_kills(options.kills)
     for way, found in kills.items():

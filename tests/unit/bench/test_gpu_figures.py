@@ -21,6 +21,7 @@ MEASURED = {
     "copying": {"first_use", "staged_1MiB_threads_2"},
     "restoring": {"restored_1MiB_threads_2", "hashed_from_buffers_threads_2"},
     "boundary_logs": {"micro_batch_logged_waiting"},
+    "dispatching": {"layer_dispatched", "layer_planned_on_host", "layer_of_plain_ep"},
     "saving": {"save_call_small", "save_call_large", "blocked_small", "blocked_large"},
     "step": {"step_threads_2", "step_skipped_threads_2"},
     "detectors": {"step_detectors", "detectors_daemons", "detectors_trainers"},

@@ -91,6 +91,10 @@ class WorldGroup:
         """Wait for `work` of a collective; see `World.wait`."""
         self._world.wait(work)
 
+    def finish(self) -> None:
+        """Wait for the results of all collectives; see `World.finish_collectives`."""
+        self._world.finish_collectives()
+
     def _parts(self, size: int) -> Parts:
         """Return the partition of a world of `size` ranks. Raises InvalidJobError if it does not
         name each rank once."""

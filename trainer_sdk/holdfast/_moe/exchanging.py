@@ -26,11 +26,27 @@ def exchange(
     """
     given = sent.contiguous().view(torch.uint8)
     taken = given.new_empty(sum(received_rows), given.shape[1])
+    deal_rows(group, given, sent_rows, taken, received_rows)
+    return taken.view(sent.dtype)
+
+
+def deal_rows(
+    group: WorldGroup,
+    given: torch.Tensor,
+    given_rows: Sequence[int],
+    taken: torch.Tensor,
+    taken_rows: Sequence[int],
+) -> None:
+    """Send each rank its rows of `given`, and fill `taken` with those from all ranks. Collective.
+
+    Args:
+        given, taken: uint8, with the rows for, or from, the ranks in their order.
+        given_rows, taken_rows: number of rows for, or from, each rank of the group.
+    """
     work = dist.all_to_all_single(
-        taken, given, list(received_rows), list(sent_rows), group=group.now, async_op=True
+        taken, given, list(taken_rows), list(given_rows), group=group.now, async_op=True
     )
     group.wait(work)
-    return taken.view(sent.dtype)
 
 
 class ExchangedRows(torch.autograd.Function):

@@ -55,21 +55,28 @@ class SeatedExperts(ExpertSeats):
                 drawn = torch.empty(weight.shape[1:], device="cpu").normal_(generator=draw)
                 weight[seat] = drawn * weight.shape[1] ** -0.5
 
-    def forward(self, x_MD: torch.Tensor, seat_rows: Sequence[int]) -> torch.Tensor:
+    def forward(
+        self, x_MD: torch.Tensor, seat_rows: Sequence[int], rows_S: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Compute the answers of the experts.
 
         Args:
             x_MD: [M, D], the rows for the first seat, then for the second, and so on.
             seat_rows: number of rows for each seat.
+            rows_S: int64 [S], the same on the device of `x_MD`; copied there unless given.
         """
-        hidden_MF = F.gelu(_by_seat(x_MD, self.w_in, seat_rows))
-        return _by_seat(hidden_MF, self.w_out, seat_rows)
+        if rows_S is None:
+            rows_S = torch.tensor(seat_rows, device=x_MD.device)
+        hidden_MF = F.gelu(_by_seat(x_MD, self.w_in, seat_rows, rows_S))
+        return _by_seat(hidden_MF, self.w_out, seat_rows, rows_S)
 
 
-def _by_seat(x: torch.Tensor, weight: torch.Tensor, seat_rows: Sequence[int]) -> torch.Tensor:
+def _by_seat(
+    x: torch.Tensor, weight: torch.Tensor, seat_rows: Sequence[int], rows_S: torch.Tensor
+) -> torch.Tensor:
     """Multiply the rows of each seat with its matrix."""
     if x.shape[0] and _has_grouped(x, weight):
-        ends = torch.tensor(seat_rows, device="cpu").cumsum(0).to(x.device, torch.int32)
+        ends = rows_S.cumsum(0, dtype=torch.int32)
         product: torch.Tensor = F.grouped_mm(x, weight, offs=ends)
         if product.requires_grad:
             product.register_hook(torch.Tensor.contiguous)  # Torch needs a contiguous gradient.
@@ -86,8 +93,9 @@ def _has_grouped(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if any(size * x.itemsize % _ALIGNED_BYTES for size in weight.shape[1:]):
         return False
     if x.device.type == "cuda":
-        capable = torch.cuda.get_device_capability(x.device) >= _CUDA_CAPABILITY
-        return capable and x.dtype == torch.bfloat16
+        return x.dtype == torch.bfloat16 and (
+            torch.cuda.get_device_capability(x.device) >= _CUDA_CAPABILITY
+        )
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
 
 
@@ -183,8 +191,7 @@ class ExpertLayer(nn.Module):
 
     def note_tokens(self, route: TokenRoute) -> None:
         """Count the tokens of a batch."""
-        self.tokens_E = route.tokens.sum(0).tolist()
-        self.routed_E = route.tokens[self.dispatcher.rank].tolist()
+        self.tokens_E, self.routed_E = route.tokens_E, route.routed_E
         self.history.add(self.tokens_E)
 
 
@@ -247,11 +254,12 @@ class MoELayer(ExpertLayer):
         """
         probs_NE, weights_NK, expert_NK = self.gate(x_ND)
         route = self.route(expert_NK)
-        answers = self.experts(self.dispatcher.dispatch(x_ND, route), route.seat_rows)
+        rows_MD = self.dispatcher.dispatch(x_ND, route)
+        answers = self.experts(rows_MD, route.seat_rows, route.rows_S)
         out_ND = self.dispatcher.combine(answers, route, weights_NK.to(x_ND.dtype))
         self.note_tokens(route)
-        total_E = route.tokens.sum(0)
-        choices = max(1, int(total_E.sum()))
-        portion_E = (total_E / choices).to(probs_NE)
+        total_E, choices = route.total_E, max(1, sum(route.tokens_E))
+        # By a tensor: devices multiply by the reciprocal of a number, which rounds differently.
+        portion_E = (total_E / total_E.sum().clamp(min=1)).to(probs_NE)
         mean_E = probs_NE.sum(0) / max(1, choices // self.gate.top_k)
         return out_ND, len(total_E) * (portion_E * mean_E).sum()

@@ -94,12 +94,15 @@ class SeatedModules(ExpertSeats):
         self._template[0].train(mode)
         return super().train(mode)
 
-    def forward(self, x_MD: torch.Tensor, seat_rows: Sequence[int]) -> torch.Tensor:
+    def forward(
+        self, x_MD: torch.Tensor, seat_rows: Sequence[int], rows_S: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Compute the answers of the experts, one seat after the other.
 
         Args:
             x_MD: [M, D], the rows for the first seat, then for the second, and so on.
             seat_rows: number of rows for each seat.
+            rows_S: not needed, since modules know nothing of seats; see `SeatedExperts`.
         """
         shared = {name: self.get_buffer(name) for name in self._constant}
         slices = {name: self.get_parameter(name).unbind() for name in self._stacked}

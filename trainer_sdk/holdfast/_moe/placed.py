@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -105,18 +105,18 @@ class PlacedExperts(ExpertLayer, ExpertSeats):
         config = getattr(self._template[0], "config", None)
         way = getattr(config, "_experts_implementation", None) or "eager"
         route = self.route(top_k_index, _ADDITIONS.get(way, Additions()))
-        answers = self._answers(self.dispatcher.dispatch(hidden_states, route), route.seat_rows)
+        answers = self._answers(self.dispatcher.dispatch(hidden_states, route), route.rows_S)
         out_ND = self.dispatcher.combine(answers, route, top_k_weights)
         self.note_tokens(route)
         return out_ND
 
-    def _answers(self, x_MD: torch.Tensor, seat_rows: Sequence[int]) -> torch.Tensor:
+    def _answers(self, x_MD: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
         """Compute the answers of the experts, whose rows are ordered by seats."""
         nothing = self.no_rows(x_MD)
         if not x_MD.shape[0]:
             return nothing
-        rows = torch.tensor(seat_rows, device=x_MD.device)
-        seat_M1 = torch.arange(len(seat_rows), device=x_MD.device).repeat_interleave(rows)[:, None]
+        seats = torch.arange(len(rows_S), device=x_MD.device)
+        seat_M1 = seats.repeat_interleave(rows_S, output_size=len(x_MD)).unsqueeze(1)
         once_M1 = x_MD.new_ones(x_MD.shape[0], 1)
         stacks: dict[str, Any] = dict(self.named_parameters())
         answer = functional_call(self._template[0], stacks, (x_MD, seat_M1, once_M1))

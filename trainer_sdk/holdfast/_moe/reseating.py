@@ -5,20 +5,23 @@ lately. From that, each rank computes the same plan. An expert that stays on a r
 The others come from ranks that hold them, with their optimizer states. Seats are fixed tensors, so
 nothing has to be registered with an optimizer again.
 
-Experts move layer by layer, so a rank needs host memory for its experts of only one layer. If a
-rank is lost meanwhile, each layer of the others has either its old or its new seats, and the next
-world starts from these.
+Experts move layer by layer, so a rank needs memory for its moving experts of only one layer. All
+that one rank sends to another one is one message: from device to device where the tensors and their
+memory allow it, otherwise through host memory. If a rank is lost meanwhile, each layer of the
+others has either its old or its new seats, and the next world starts from these.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
 
 from holdfast._agree.exchange import Exchange
+from holdfast._moe.exchanging import deal_rows
 from holdfast._moe.gradients import moe_layers
 from holdfast._moe.layer import ExpertLayer
 from holdfast._moe.statements import (
@@ -28,6 +31,7 @@ from holdfast._moe.statements import (
     encode_statement,
     read_statements,
 )
+from holdfast._restoring.scatter import allocate_agreed
 from holdfast._state.capture import LiveState
 from holdfast._state.extras import dtype_name, dtype_of_name
 from holdfast_core.elastic_experts.moving import ExpertMove, moves_of, renumbered
@@ -276,42 +280,85 @@ class SeatChanges:
         moves: Sequence[ExpertMove],
         tensors: Sequence[torch.Tensor],
     ) -> None:
-        """Exchange the moving experts of one layer, and put them into their seats."""
-        seat_of = layer.experts.seat_of
-        each = sum(_bytes(tensor[0]).numel() for tensor in tensors)
-        given = [
-            [m.expert for m in moves if (m.source, m.target) == (rank, to)] for to in _all(plan)
-        ]
-        taken = [
-            [m.expert for m in moves if (m.source, m.target) == (of, rank)] for of in _all(plan)
-        ]
-        parts = [
-            _bytes(tensor[seat_of[expert]]).cpu()
-            for experts in given
-            for expert in experts
-            for tensor in tensors
-        ]
-        sent = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
-        arrived = torch.empty(each * sum(map(len, taken)), dtype=torch.uint8, device="cpu")
-        exchange.deal(
-            sent, [each * len(one) for one in given], arrived, [each * len(one) for one in taken]
-        )
+        """Exchange the moving experts of one layer, and put them into their seats.
+
+        Tensors on the experts' device and others, such as states in host memory, travel apart.
+        Nothing is written into a seat before all has arrived, since experts that leave may still
+        lie there.
+        """
+        given, taken = pairs_of(moves, rank, plan.room.ranks)
+        here = next(layer.experts.parameters()).device.type
+        arrived = list[tuple[Sequence[torch.Tensor], torch.Tensor]]()
+        for beside in (True, False):
+            some = [one for one in tensors if (one.device.type == here) is beside]
+            if some:
+                arrived.append((some, pass_on(layer, exchange, some, given, taken)))
         layer.take_seats(plan)
-        seat_of, start = layer.experts.seat_of, 0
-        for expert in (expert for experts in taken for expert in experts):
-            for tensor in tensors:
-                into = _bytes(tensor[seat_of[expert]])
-                into.copy_(arrived[start : start + into.numel()])
-                start += into.numel()
+        seat_of = layer.experts.seat_of
+        for group, flat in arrived:
+            parts = [
+                _bytes(tensor[seat_of[expert]])
+                for expert in chain.from_iterable(taken)
+                for tensor in group
+            ]
+            for into, part in zip(parts, flat.split([len(one) for one in parts]), strict=True):
+                into.copy_(part)
+
+
+def pairs_of(
+    moves: Sequence[ExpertMove], rank: int, ranks: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the experts that `rank` sends to each rank, and those that it gets from each."""
+    given: list[list[int]] = [[] for _ in range(ranks)]
+    taken: list[list[int]] = [[] for _ in range(ranks)]
+    for move in moves:
+        if move.source == rank:
+            given[move.target].append(move.expert)
+        if move.target == rank:
+            taken[move.source].append(move.expert)
+    return given, taken
+
+
+def pass_on(
+    layer: ExpertLayer,
+    exchange: Exchange,
+    tensors: Sequence[torch.Tensor],
+    given: Sequence[Sequence[int]],
+    taken: Sequence[Sequence[int]],
+) -> torch.Tensor:
+    """Send the parts of `tensors` that belong to moving experts, one message for each pair of
+    ranks. Collective.
+
+    From the experts' device, training's own group carries them; from elsewhere, or if any rank's
+    device has no memory left for the messages, the exchange does, in host memory.
+
+    Args:
+        tensors: stacks of the seats, all of them on the experts' device or all in host memory.
+        given, taken: for each rank the experts that go there, and that come from there.
+
+    Returns:
+        What has arrived, uint8, in the order of ranks, experts and tensors.
+    """
+    each, seat_of = sum(len(_bytes(one[0])) for one in tensors), layer.experts.seat_of
+    given_bytes, taken_bytes = [[each * len(one) for one in ranks] for ranks in (given, taken)]
+    ends = sum(given_bytes), sum(given_bytes) + sum(taken_bytes)
+    room = allocate_agreed(exchange, ends[1], tensors[0].device)
+    sent, arrived = room[: ends[0]], room[ends[0] :]
+    parts = [_bytes(one[seat_of[e]]) for e in chain.from_iterable(given) for one in tensors]
+    for into, part in zip(sent.split([len(one) for one in parts]), parts, strict=True):
+        into.copy_(part)
+    if room.device.type == next(layer.experts.parameters()).device.type:
+        group = layer.dispatcher.group
+        deal_rows(group, sent, given_bytes, arrived, taken_bytes)
+        group.finish()
+    else:
+        exchange.deal(sent, given_bytes, arrived, taken_bytes)
+    return arrived
 
 
 def _all_stacks(said: Sequence[Statement]) -> list[Stack]:
     """Return the stacks of all ranks, each once."""
     return list(dict.fromkeys(stack for one in said for stack in one.stacks))
-
-
-def _all(plan: ExpertPlan) -> range:
-    return range(plan.room.ranks)
 
 
 def _bytes(part: torch.Tensor) -> torch.Tensor:

@@ -262,8 +262,9 @@ class StepHooks:
                 if self._after is not None:
                     self._after(optimizer)
 
-        self._handles.append(one.register_step_pre_hook(begin))
-        self._handles.append(one.register_step_post_hook(end))
+        # Within a compiled step, torch would compile what the hooks do, up to what they wait for.
+        self._handles.append(one.register_step_pre_hook(torch.compiler.disable(begin)))
+        self._handles.append(one.register_step_post_hook(torch.compiler.disable(end)))
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -66,7 +66,9 @@ class Shape:
                     gate.weight[expert, 0] = value
 
 
-def join(rank: int, port: int, ranks: int) -> tuple[elastic.World, elastic.WorldGroup]:
+def join(
+    rank: int, port: int, ranks: int, backend: str = "gloo"
+) -> tuple[elastic.World, elastic.WorldGroup]:
     """Join a world as torchrun's workers do."""
     os.environ.update(
         RANK=str(rank),
@@ -76,7 +78,7 @@ def join(rank: int, port: int, ranks: int) -> tuple[elastic.World, elastic.World
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
-    world = elastic.init("gloo", stay=False)
+    world = elastic.init(backend, stay=False)
     return world, world.group([range(ranks)])
 
 

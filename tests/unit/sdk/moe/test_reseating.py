@@ -2,71 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from dense_moe import DIM, HIDDEN, join
+from dense_moe import DIM, HIDDEN, Shape, join, make_layer
 from expert_kinds import SwiGLU
+from fake_device import Group, OnDevice
 from moe_example import train_moe
 from ports import reserve_port
 from ranks import run_ranks
+from seated_training import EXPERTS, LAYERS, Trainer, every, make_adamw
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast import elastic, moe
-from holdfast._agree.exchange import make_exchange
-from holdfast._moe.reseating import SeatChanges
+from holdfast import moe
+from holdfast._agree.exchange import Alone, make_exchange
+from holdfast._moe.reseating import SeatChanges, pass_on
 from holdfast._state.capture import LiveState
 from holdfast_core.elastic_experts.reports import PlanCause
 from holdfast_core.errors import InvalidJobError, NoRecoveryLineError
 from holdfast_core.topology import Topology
 
 WAIT_S = 60
-LAYERS, EXPERTS, RANKS, NEW = 2, 4, 3, 1
+RANKS, NEW = 3, 1
 SKEWED = [[1, 1, 9, 1], [9, 1, 1, 1]]
-
-
-class Trainer:
-    """A model of two layers and its optimizer."""
-
-    def __init__(
-        self,
-        group: elastic.WorldGroup,
-        make: Any,
-        loads: list[list[int]],
-        expert: Any = HIDDEN,
-    ) -> None:
-        room = moe.ExpertRoom(nodes=RANKS, rank_seats=3)
-        plan = moe.plan_experts(loads, room)
-        torch.manual_seed(5)
-        self.layers: Any = nn.ModuleList(
-            moe.MoELayer(DIM, expert, plan, at, group) for at in range(LAYERS)
-        )
-        self.optimizer = make(self.layers.parameters())
-        self.gradients = moe.SummedGradients(self.layers, group)
-        self.live = LiveState(self.layers, [self.optimizer], Topology(dp=RANKS), 0)
-
-    def train(self, rank: int) -> None:
-        x = torch.randn(6 + rank, DIM, generator=torch.Generator().manual_seed(rank))
-        self.optimizer.zero_grad()
-        for layer in self.layers:
-            x = x + layer(x)[0]
-        (x.square().sum() / 21).backward()
-        self.gradients.sum()
-        self.gradients.clip(1.0)
-        self.optimizer.step()
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """State of the experts in seats, by name."""
-        found = self.live.discover()
-        return {one.name: one.tensor.clone() for one in found if one.seats is not None}
-
-
-def every(own: Any) -> list[Any]:
-    found = [None] * RANKS
-    dist.all_gather_object(found, own)
-    return found
 
 
 def check_capturers(trainer: Trainer) -> None:
@@ -77,8 +41,21 @@ def check_capturers(trainer: Trainer) -> None:
         assert sorted(e for captured, _ in of_ranks for e in captured) == list(range(EXPERTS))
 
 
-def make_adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
+@contextmanager
+def messages_counted() -> Iterator[list[int]]:
+    """Collect the bytes of each all-to-all of this rank."""
+    sent: list[int] = []
+    original: Any = dist.all_to_all_single
+
+    def counting(into: Any, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(given.nbytes)
+        return original(into, given, *args, **kwargs)
+
+    dist.all_to_all_single = counting  # type: ignore[assignment]
+    try:
+        yield sent
+    finally:
+        dist.all_to_all_single = original
 
 
 def make_master(parameters: Any) -> torch.optim.Optimizer:
@@ -93,10 +70,10 @@ def make_swiglu(number: int) -> nn.Module:
 def move(rank: int, port: int, make: Any, expert: Any, new: int) -> None:
     """Rank `new` is lost after a step, and a new process takes its place."""
     world, group = join(rank, port, RANKS)
-    trainer = Trainer(group, make, [[1] * EXPERTS] * LAYERS, expert)
+    trainer = Trainer(group, RANKS, make, [[1] * EXPERTS] * LAYERS, expert)
     trainer.train(rank)
     if rank == new:
-        trainer = Trainer(group, make, SKEWED, expert)
+        trainer = Trainer(group, RANKS, make, SKEWED, expert)
     for layer in trainer.layers:
         layer.history.add([1000 * tokens for tokens in SKEWED[layer.layer]])
     before: dict[str, torch.Tensor] = {}
@@ -108,7 +85,9 @@ def move(rank: int, port: int, make: Any, expert: Any, new: int) -> None:
     reseating = SeatChanges(trainer.layers)
     live = LiveState(trainer.layers, [trainer.optimizer], Topology(dp=RANKS), rank)
     exchange = make_exchange(RANKS, WAIT_S)
-    reseating.follow(live, exchange, rank, outlived=rank != new, moves=True)
+    with messages_counted() as messages:
+        reseating.follow(live, exchange, rank, outlived=rank != new, moves=True)
+    assert len(messages) == LAYERS  # whatever tensors an expert has
 
     trainer.live = live
     check_capturers(trainer)
@@ -154,7 +133,7 @@ def test_experts_move_with_all_of_their_state_and_whoever_stays_keeps_its_seat(
 def rebalance(rank: int, port: int, directory: str) -> None:
     """Loads become skewed in a world that stays; then they are as planned."""
     world, group = join(rank, port, RANKS)
-    trainer = Trainer(group, make_adamw, [[1] * EXPERTS] * LAYERS)
+    trainer = Trainer(group, RANKS, make_adamw, [[1] * EXPERTS] * LAYERS)
     trainer.train(rank)
     reseating = SeatChanges(trainer.layers)
     exchange = make_exchange(RANKS, WAIT_S)
@@ -191,7 +170,7 @@ def test_experts_move_in_a_world_that_stays_when_their_loads_are_worth_it() -> N
 
 def refuse(rank: int, port: int, directory: str) -> None:
     world, group = join(rank, port, RANKS)
-    trainer = Trainer(group, make_adamw, SKEWED)
+    trainer = Trainer(group, RANKS, make_adamw, SKEWED)
     reseating = SeatChanges(trainer.layers)
     with pytest.raises(InvalidJobError, match=r"layers \[0\] of an expert plan with 2"):
         SeatChanges(nn.ModuleList([trainer.layers[0]]))
@@ -206,3 +185,50 @@ def refuse(rank: int, port: int, directory: str) -> None:
 
 def test_plans_that_do_not_fit_are_refused() -> None:
     run_ranks(refuse, (reserve_port(), ""), RANKS)
+
+
+# --- from device to device ------------------------------------------------------------------------
+
+
+class Refusing(Alone):
+    """An exchange that carries no bytes."""
+
+    def deal(self, *args: Any) -> None:
+        raise AssertionError("bytes of a device went through host memory")
+
+
+def pass_on_fake_device(rank: int) -> None:
+    """Experts between devices, whose tensors have no values."""
+    shape = Shape(ranks=2, copies=(((0, 1),), ((0, 1), (1, 1)), ((1, 1),)))
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    group: Any = Group()
+    with FakeTensorMode(), torch.device("cuda"):
+        layer = moe.MoELayer(DIM, HIDDEN, shape.plan(), 0, group)
+        tensors = [*map(torch.detach, layer.experts.parameters()), torch.empty(3, 5)]
+        with OnDevice(), messages_counted() as messages:
+            arrived = pass_on(layer, Refusing(), tensors, [[], [0]], [[], [2, 1]])
+    each = 4 * (2 * DIM * HIDDEN + 5)
+    assert (messages, arrived.nbytes, arrived.device.type) == ([each], 2 * each, "cuda")
+    dist.destroy_process_group()
+
+
+def test_experts_go_from_device_to_device_without_host_memory() -> None:
+    run_ranks(pass_on_fake_device, (), 1)
+
+
+def pass_on_beside(rank: int, port: int) -> None:
+    """States in host memory of experts that are elsewhere."""
+    shape = Shape(ranks=2, copies=(((0, 1),), ((1, 1),)))
+    _, group = join(rank, port, 2)
+    layer = make_layer(shape, group, torch.float32)
+    layer.experts.to("meta")  # no collective could carry these
+    states = [torch.full((2, 3), float(rank)), torch.full((2, 2), rank, dtype=torch.uint8)]
+    other = 1 - rank
+    pairs = [[[], [0]], [[], [1]]] if rank == 0 else [[[1], []], [[0], []]]
+    arrived = pass_on(layer, make_exchange(2, WAIT_S), states, *pairs)
+    assert arrived[:12].clone().view(torch.float32).tolist() == [other] * 3
+    assert arrived[12:].tolist() == [other] * 2
+
+
+def test_states_in_host_memory_go_through_the_exchange() -> None:
+    run_ranks(pass_on_beside, (reserve_port(),), 2)

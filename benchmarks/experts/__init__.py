@@ -1,0 +1,1 @@
+"""Layers of experts with other dispatchers than ours, to compare with."""
