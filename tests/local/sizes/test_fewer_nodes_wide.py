@@ -18,7 +18,6 @@ from world_sizes import lose_a_node_and_return
 
 from holdfast_core.job.parsing import MoETrainingJob
 
-
 RAIM5, REPLICATION = {"type": "RAIM5"}, {"type": "Replication"}
 PAIRS: dict[str, Any] = {"type": "RAIM5", "raim5": {"groupSize": 2}}
 
