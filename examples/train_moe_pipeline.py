@@ -211,6 +211,17 @@ def state_sha256(stage: nn.Module, optimizer: MasterAdamW) -> str:
     return digest.hexdigest()
 
 
+def print_waits(pipeline: elastic.Pipeline, session: holdfast.Session) -> None:
+    """Print what became of the waits of a protected stage: of its first rank's, for all."""
+    waited_s, copied = session.counters.bubble_s, session.counters.bubble_bytes
+    if waited_s and pipeline.topology.coordinates(pipeline.world.rank).dp == 0:
+        print(
+            f"stage {pipeline.stage} waited {waited_s:.2f} s for other stages; snapshots copied "
+            f"{copied / 2**20:.1f} MiB meanwhile",
+            flush=True,
+        )
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
@@ -316,13 +327,7 @@ def main(argv: list[str] | None = None) -> None:
             if world.rank == 0 and step % 10 == 0:
                 print(f"step {step:5d}   loss {mean_loss:.4f} nats/byte", flush=True)
     session.close()
-    if replica == 0 and session.counters.bubble_s:
-        waited_s, copied_mib = session.counters.bubble_s, session.counters.bubble_bytes / 2**20
-        print(
-            f"stage {pipeline.stage} waited {waited_s:.2f} s for other stages; snapshots copied "
-            f"{copied_mib:.1f} MiB meanwhile",
-            flush=True,
-        )
+    print_waits(pipeline, session)
     world.close()
 
 
