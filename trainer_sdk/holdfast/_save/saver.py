@@ -29,7 +29,7 @@ from holdfast._daemon.handles import SaveHandle
 from holdfast._daemon.link import Link
 from holdfast._daemon.pending_saves import PendingSaves
 from holdfast._save.pipeline import SavePipeline
-from holdfast._save.tally import IDLE_S, SaveCounters, Tally
+from holdfast._save.tally import IDLE_S, Tally
 from holdfast._save.task import Task
 from holdfast._settings import Settings
 from holdfast_core.corruption import Divergence
@@ -67,7 +67,7 @@ class Saver:
         self._settings = settings
         self.replica_check = replica_check
         self.bubbles = Bubbles(topology.pp) if topology.pp > 1 else None
-        self.tally = Tally()
+        self.tally = Tally(self.bubbles)
         self._link = Link(client, device, settings, self._on_event)
         self._pending = PendingSaves(self._on_protected)
         self.pipeline = SavePipeline(
@@ -115,15 +115,6 @@ class Saver:
     def strategy(self) -> CaptureStrategy:
         """The strategy that chooses what saves capture."""
         return self.pipeline.strategy
-
-    @property
-    def counters(self) -> SaveCounters:
-        """The counters of the session."""
-        counters = self.tally.counters
-        if self.bubbles is not None:
-            counters.bubble_s = self.bubbles.total_s
-            counters.bubble_bytes = self.bubbles.copied_bytes
-        return counters
 
     def on_save_called(self, number: int, step: int, now_s: float) -> None:
         """Note that save `number` was called. The session calls this first for every save, also

@@ -180,7 +180,7 @@ class ProtectedSession(WorldSession):
 
     @property
     def counters(self) -> SaveCounters:
-        return self._saver.counters
+        return self._saver.tally.counters
 
     @torch.inference_mode(False)
     def restore(self, no_replay: str = "") -> int | None:
