@@ -69,6 +69,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_save_period_seconds",
         "holdfast_save_interval_steps",
         "holdfast_save_window_steps",
+        "holdfast_bubble_seconds_total",
+        "holdfast_bubble_copied_bytes_total",
         "holdfast_encode_seconds",
         "holdfast_seal_seconds",
         "holdfast_verify_seconds",
@@ -171,6 +173,10 @@ TITLES: dict[str, str] = {
     "holdfast_tokens_at_risk_ratio": "Portion of all tokens that a recovery would lose now (PLT)",
     "holdfast_tokens_lost_ratio": "Portion of all tokens that recoveries have lost (PLT)",
     "holdfast_tokens_routed": "Routings of a token to an expert",
+    "holdfast_bubble_seconds_total": (
+        "Number of ranks that wait for other pipeline stages, on average over time"
+    ),
+    "holdfast_bubble_copied_bytes_total": "Snapshots copied while ranks wait for other stages",
     "holdfast_saves_skipped_reported_total": "Saves skipped, as counted by ranks",
     "holdfast_saves_failed_reported_total": "Saves failed, as counted by ranks",
 }
@@ -311,6 +317,8 @@ def _unit(definition: Definition) -> str:
         return "binBps" if counter else "bytes"
     if name.endswith("_seconds"):
         return "s"
+    if name.endswith("_seconds_total"):  # seconds of each second
+        return "short"
     if "_tokens_" in name and name.endswith("_ratio"):
         return "percentunit"
     return "ops" if counter else "short"

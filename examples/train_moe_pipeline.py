@@ -4,7 +4,8 @@ The model is the one of `train_moe.py`, cut between its layers. The schedule of 
 written out, to show where tensors cross a boundary; `--schedule` chooses one of
 `torch.distributed.pipelining` instead. With processes that stay, a stage whose ranks are all lost
 repeats steps alone, with the tensors that its neighbours have logged. Snapshots are copied while a
-stage waits for another one, which the pipeline marks. Start it with `torchrun --nproc-per-node 4
+stage waits for another one, which the pipeline marks; at its end, a protected run prints how long
+each stage has waited, and how much was copied meanwhile. Start it with `torchrun --nproc-per-node 4
 examples/train_moe_pipeline.py`, or protected with `holdfast run examples/moe-pipeline-job.yaml`.
 
 Shape suffixes are those of `train_moe.py`.
@@ -210,6 +211,17 @@ def state_sha256(stage: nn.Module, optimizer: MasterAdamW) -> str:
     return digest.hexdigest()
 
 
+def print_waits(pipeline: elastic.Pipeline, session: holdfast.Session) -> None:
+    """Print what became of the waits of a protected stage: of its first rank's, for all."""
+    waited_s, copied = session.counters.bubble_s, session.counters.bubble_bytes
+    if waited_s and pipeline.topology.coordinates(pipeline.world.rank).dp == 0:
+        print(
+            f"stage {pipeline.stage} waited {waited_s:.2f} s for other stages; snapshots copied "
+            f"{copied / 2**20:.1f} MiB meanwhile",
+            flush=True,
+        )
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
@@ -315,6 +327,7 @@ def main(argv: list[str] | None = None) -> None:
             if world.rank == 0 and step % 10 == 0:
                 print(f"step {step:5d}   loss {mean_loss:.4f} nats/byte", flush=True)
     session.close()
+    print_waits(pipeline, session)
     world.close()
 
 

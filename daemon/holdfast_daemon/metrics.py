@@ -97,6 +97,18 @@ DEFINITIONS: tuple[Definition, ...] = (
     _counter(
         "saves_failed_reported", "Saves failed, as counted by the ranks on this node.", *JOB_LABELS
     ),
+    _counter(
+        "bubble_seconds",
+        "Time for which the ranks on this node have waited for other pipeline stages.",
+        *JOB_LABELS,
+        unit="seconds",
+    ),
+    _counter(
+        "bubble_copied_bytes",
+        "Bytes of snapshots that the ranks on this node have copied in these times.",
+        *JOB_LABELS,
+        unit="bytes",
+    ),
     _gauge(
         "save_period_seconds",
         "Time between the newest two saves, of the slowest rank here.",

@@ -685,6 +685,8 @@ class ProgressReport(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
     DIVERGENCE_FIELD_NUMBER: _builtins.int
+    BUBBLE_S_FIELD_NUMBER: _builtins.int
+    BUBBLE_BYTES_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     step: _builtins.int
     skipped: _builtins.int
@@ -701,6 +703,10 @@ class ProgressReport(_message.Message):
     """of an interval that follows from measurement; 0: none does"""
     window_steps: _builtins.int
     """of the newest sparse window; 0: snapshots are of one step"""
+    bubble_s: _builtins.float
+    """for which this rank's pipeline stage has waited, since it began"""
+    bubble_bytes: _builtins.int
+    """of snapshots that were copied meanwhile"""
     @_builtins.property
     def loss(self) -> _values_pb2.LossReport:
         """of this rank; only where snapshots leave experts out"""
@@ -734,10 +740,12 @@ class ProgressReport(_message.Message):
         plan: _values_pb2.ExpertPlanReport | None = ...,
         times: _values_pb2.StepTimes | None = ...,
         divergence: _values_pb2.Divergence | None = ...,
+        bubble_s: _builtins.float = ...,
+        bubble_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["divergence", b"divergence", "loss", b"loss", "plan", b"plan", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["divergence", b"divergence", "failed", b"failed", "failure", b"failure", "failure_code", b"failure_code", "interval_steps", b"interval_steps", "loss", b"loss", "plan", b"plan", "save_period_s", b"save_period_s", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step", "times", b"times", "window_steps", b"window_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bubble_bytes", b"bubble_bytes", "bubble_s", b"bubble_s", "divergence", b"divergence", "failed", b"failed", "failure", b"failure", "failure_code", b"failure_code", "interval_steps", b"interval_steps", "loss", b"loss", "plan", b"plan", "save_period_s", b"save_period_s", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step", "times", b"times", "window_steps", b"window_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -376,13 +376,15 @@ def _check_seats(model: nn.Module, topology: Topology | None, settings: Settings
     if (first := next(sharded, None)) is not None:
         raise InvalidJobError(
             f"the experts of holdfast.moe may be on any rank, and every rank has all other state, "
-            f"but {first} is divided among ranks: leave fully_shard, and parallelize_module, out"
+            f"but {first} is divided among ranks: leave fully_shard and parallelize_module out, or "
+            f"use expert parallelism with Topology.fitted in place of holdfast.moe"
         )
     if topology is not None and topology != Topology(dp=topology.world_size):
         raise InvalidJobError(
             f"the experts of holdfast.moe may be on any rank, and every rank has all other state, "
             f"which is not what {topology} describes: leave topology out, and give the job "
-            f"parallelism {{dp: {topology.world_size}}}"
+            f"parallelism {{dp: {topology.world_size}}}; or use expert parallelism with "
+            f"Topology.fitted in place of holdfast.moe"
         )
     if settings.window and settings.repeats is Repeats.TRAINING:
         raise InvalidJobError(

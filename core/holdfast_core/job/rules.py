@@ -382,15 +382,20 @@ _FEWER_NODES = (
 )
 _LEAST = "(has(self.minNodes) ? self.minNodes : self.nodes)"
 _SEATS = f"(self.elastic.seatsPerRank * self.nprocPerNode * {_LEAST})"
+_WITHOUT_SEATS = " and divide the experts by ep, which follows the number of nodes as well"
 _ELASTIC = (
     *(
         Rule(
             rule=f"!has(self.elastic) || self.parallelism.{name} == 1",
             says="spec.elastic needs ranks that each hold whole experts, any of them; use "
-            f"{name} = 1, or remove spec.elastic",
+            f"{name} = 1, or remove spec.elastic{instead}",
             field=f".parallelism.{name}",
         )
-        for name in ("tp", "pp", "ep")
+        for name, instead in (
+            ("tp", _WITHOUT_SEATS),
+            ("pp", _WITHOUT_SEATS),
+            ("ep", ""),
+        )
     ),
     Rule(
         rule=f"!has(self.elastic) || !has(self.model) || self.model.numExperts <= {_SEATS}",

@@ -64,6 +64,10 @@ class SavePace:
     """Steps from snapshot to snapshot where measurement decides; else 0."""
     window_steps: int = 0
     """Steps of the newest sparse window; 0 where snapshots are of one step."""
+    bubble_s: float = 0.0
+    """Seconds for which the rank's pipeline stage has waited for others, in its session."""
+    bubble_bytes: int = 0
+    """Bytes of snapshots that were copied meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

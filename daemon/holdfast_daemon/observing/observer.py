@@ -127,7 +127,7 @@ class NodeObserver:
         """Job → newest epoch in which a generation was protected."""
         self._lossy: dict[str, int] = {}
         """Job → newest epoch whose lost tokens are in the events."""
-        self._counted: dict[str, dict[tuple[str, int], int]] = {}
+        self._counted: dict[str, dict[tuple[str, int], float]] = {}
         """Job → (counter, rank) → the total that was last added."""
 
     def note(self, host: JobHost, note: Note) -> None:
@@ -195,6 +195,8 @@ class NodeObserver:
             for rank in overview.ranks:
                 self._add_up("saves_skipped_reported", job, rank.skipped, rank.rank)
                 self._add_up("saves_failed_reported", job, rank.failed, rank.rank)
+                self._add_up("bubble_seconds", job, rank.pace.bubble_s, rank.rank)
+                self._add_up("bubble_copied_bytes", job, rank.pace.bubble_bytes, rank.rank)
             self._pace(overview)
             self._times(overview)
             self._tokens(overview)
@@ -223,7 +225,7 @@ class NodeObserver:
             metrics.set("generation_step", persist.stored.step, job=job, stage="persisted")
         self._add_up("persisted_bytes", job, host.worker.persister.written_bytes)
 
-    def _add_up(self, name: str, job: str, total: int, rank: int = -1) -> None:
+    def _add_up(self, name: str, job: str, total: float, rank: int = -1) -> None:
         """Bring a counter, or a rank's part of it, to the `total` of its source. A total that fell
         has started again from 0, because its process is new."""
         counted = self._counted.setdefault(job, {})

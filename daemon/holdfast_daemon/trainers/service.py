@@ -353,6 +353,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 staged_s=request_limits.duration_s(request.staged_s),
                 interval_steps=request.interval_steps,
                 window_steps=request.window_steps,
+                bubble_s=request_limits.duration_s(request.bubble_s),
+                bubble_bytes=request.bubble_bytes,
             ),
             loss=rank_loss_from_proto(request.loss) if request.HasField("loss") else None,
             plan=plan_from_proto(request.plan) if request.HasField("plan") else None,

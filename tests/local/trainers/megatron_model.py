@@ -47,6 +47,8 @@ class Case:
     experts: int = 0
     sequence: bool = False
     """Whether tensor-parallel ranks divide the sequence outside of attention and MLP."""
+    varying: bool = False
+    """Whether sequences may vary in length, so that stages tell each other shapes."""
     capacity: float | None = None
     """Capacity factor of the experts, which drop tokens beyond it."""
 
@@ -75,8 +77,6 @@ def make_config(case: Case) -> TransformerConfig:
         "moe_router_topk": 2,
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.01,
-        # Experts have a capacity only there.
-        "moe_token_dispatcher_type": "alltoall" if case.capacity else "allgather",
         "moe_expert_capacity_factor": case.capacity,
     }
     return TransformerConfig(
@@ -92,6 +92,9 @@ def make_config(case: Case) -> TransformerConfig:
         overlap_p2p_comm=case.vpp > 1,
         batch_p2p_comm=case.vpp == 1,
         sequence_parallel=case.sequence,
+        variable_seq_lengths=case.varying,
+        # Only there experts have a capacity, and sequences may vary.
+        moe_token_dispatcher_type="alltoall" if case.capacity or case.varying else "allgather",
         use_cpu_initialization=True,
         add_bias_linear=False,
         # Draws from Megatron's own generators, which differ between tensor-parallel ranks.

@@ -1,11 +1,11 @@
 """Copying in the idle time of a pipeline stage (MoEtion §5.3, algorithm 4).
 
 The times in which the training thread waits for another stage, the bubbles, are marked by
-`Pipeline`, by `schedule_waits` for torch's schedules, or by the training loop itself. The schedule
-relies on the idle time that all recent steps had. This module hands out the blocks of a capture:
-blocks that fit into the bubbles while a bubble is open, and the others during the computation. The
-remaining blocks are handed out immediately once training needs its tensors, or once the duration of
-a step has passed without the expected bubbles.
+`Pipeline`, by `schedule_waits` for schedules of torch and of Megatron-Core, or by the training loop
+itself. The schedule relies on the idle time that all recent steps had. This module hands out the
+blocks of a capture: blocks that fit into the bubbles while a bubble is open, and the others during
+the computation. The remaining blocks are handed out immediately once training needs its tensors, or
+once the duration of a step has passed without the expected bubbles.
 
 It must not be used without pipeline parallelism, because there are no bubbles then.
 """
@@ -57,6 +57,10 @@ class Bubbles:
         """Measured speed at which blocks are copied; 0 before the first capture has ended."""
         self.waited_s = 0.0
         """Time in which no thread of the newest capture copied, because there was no bubble."""
+        self.total_s = 0.0
+        """Time of all bubbles that have ended."""
+        self.copied_bytes = 0
+        """Bytes of all blocks that were handed out in bubbles."""
 
     # --- the training thread ----------------------------------------------------------------------
 
@@ -74,8 +78,11 @@ class Bubbles:
         finally:
             with self._changed:
                 self._depth -= 1
-                if not self._depth and self._step is not None:
-                    self._step.append(self._clock() - self._opened_s)
+                if not self._depth:
+                    bubble_s = self._clock() - self._opened_s
+                    self.total_s += bubble_s
+                    if self._step is not None:
+                        self._step.append(bubble_s)
 
     def begin(self) -> None:
         """Begin a snapshot: from now on tensors do not change, until `end`."""
@@ -111,7 +118,8 @@ class Feed:
 
     def __init__(self, bubbles: Bubbles, blocks: Sequence[PieceBlock]) -> None:
         self._bubbles = bubbles
-        self._nbytes = sum(block.nbytes for block in blocks)
+        self._block_bytes = {block.first: block.nbytes for block in blocks}
+        self._nbytes = sum(self._block_bytes.values())
         with bubbles._changed:
             self.schedule = bubbles.schedule(self._nbytes)
         self._kept: deque[int] = deque()
@@ -145,6 +153,8 @@ class Feed:
                 if not self._copying:
                     self._since_s = bubbles._clock()
                 self._copying.add(me)
+                if bubbles._depth:
+                    bubbles.copied_bytes += self._block_bytes[first]
             elif not self._copying:
                 self._measure()
             return first

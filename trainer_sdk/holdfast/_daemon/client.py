@@ -246,6 +246,8 @@ class TrainerReport(SaveTotals):
     staged_s: float
     interval_steps: int = 0
     window_steps: int = 0
+    bubble_s: float = 0.0
+    bubble_bytes: int = 0
     loss: LossReport | None = None
     plan: PlanReport | None = None
     times: StepTimes | None = None

@@ -68,7 +68,7 @@ class Saver:
         self._settings = settings
         self.replica_check = replica_check
         self.bubbles = Bubbles(topology.pp) if topology.pp > 1 else None
-        self.tally = Tally()
+        self.tally = Tally(self.bubbles)
         self._link = Link(client, device, settings, self._on_event)
         self._pending = PendingSaves(self._on_protected)
         self.pipeline = SavePipeline(

@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass
 
 from holdfast._capture.loss import NO_LOSS, Loss
+from holdfast._copying.bubbles import Bubbles
 from holdfast._daemon.client import TrainerReport
 from holdfast_core.corruption import Divergence
 from holdfast_core.elastic_experts.reports import PlanReport
@@ -47,6 +48,12 @@ class SaveCounters:
     hashing: str = ""
     """Which devices compute checksums, and why threads do it for others; empty for tensors in host
     memory."""
+    bubble_s: float = 0.0
+    """Time for which this pipeline stage has waited for others, as far as the waits are marked; 0
+    without pipeline parallelism."""
+    bubble_bytes: int = 0
+    """Bytes of tensors that snapshots have copied meanwhile: of all blocks whose copies began in
+    these times."""
     interval_steps: int = 0
     """Steps from one snapshot to the next, if the interval is measured; otherwise 0."""
     window_steps: int = 0
@@ -65,14 +72,25 @@ forgotten."""
 
 
 class Tally:
-    """The counters of a session, and the causes that were logged. Any thread may call it."""
+    """The counters of a session, and the causes that were logged. Any thread may call it.
 
-    def __init__(self) -> None:
-        self.counters = SaveCounters()
+    Args:
+        bubbles: the waits of this rank's pipeline stage; None without pipeline parallelism.
+    """
+
+    def __init__(self, bubbles: Bubbles | None = None) -> None:
+        self._counters, self._bubbles = SaveCounters(), bubbles
         self.changed = False
         """Whether anything has changed since the last report."""
         self._causes: set[str] = set()
         self._lock = threading.Lock()
+
+    @property
+    def counters(self) -> SaveCounters:
+        if self._bubbles is not None:
+            self._counters.bubble_s = self._bubbles.total_s
+            self._counters.bubble_bytes = self._bubbles.copied_bytes
+        return self._counters
 
     def begin(self, step: int, save_period_s: float) -> None:
         """Note that a save of `step` was called, `save_period_s` after the previous one."""
@@ -138,6 +156,8 @@ class Tally:
                 staged_s=counters.staged_s,
                 interval_steps=counters.interval_steps,
                 window_steps=counters.window_steps,
+                bubble_s=counters.bubble_s,
+                bubble_bytes=counters.bubble_bytes,
                 loss=counters.loss.report,
                 plan=counters.plan,
                 times=counters.times,

@@ -191,9 +191,9 @@ class Session(ABC):
         """Mark a time in which this pipeline stage is idle: `with session.bubble(): recv()`.
 
         Snapshots are copied at such times, as far as the idle time of recent steps allows. The
-        waits of `elastic.Pipeline` and, since torch 2.8, of torch's pipeline schedules are marked
-        already; a bubble within a bubble counts once. Without pipeline parallelism, this does
-        nothing.
+        waits of `elastic.Pipeline`, of Megatron-Core's schedules and, since torch 2.8, of torch's
+        are marked already; a bubble within a bubble counts once. `counters.bubble_s` and
+        `counters.bubble_bytes` are the totals. Without pipeline parallelism, this does nothing.
         """
 
     @abstractmethod

@@ -264,6 +264,22 @@ def test_saves_are_as_slow_as_the_slowest_rank_at_work() -> None:
     assert [bench.read(4.0, name) for name in names] == [None] * 4
 
 
+def test_waits_for_other_stages_add_up_over_ranks_and_over_their_sessions() -> None:
+    bench = Bench()
+    engine = bench.host.engine
+    for rank, pid in ((0, 10), (1, 11)):
+        session_of(engine, rank, pid)
+    reports = [("s0", 0.5, 100), ("s1", 0.25, 30), ("s0", 2.0, 100), ("s1", 0.125, 5)]
+    totals = []
+    for at, (session, bubble_s, nbytes) in enumerate(reports):
+        pace = SavePace(bubble_s=bubble_s, bubble_bytes=nbytes)
+        engine.progress(session, step=1 + at, now=1.0 + at, pace=pace)
+        names = ("bubble_seconds_total", "bubble_copied_bytes_total")
+        totals.append(tuple(bench.read(1.0 + at, name) for name in names))
+    # The last total has fallen, so its process is new.
+    assert totals == [(0.5, 100), (0.75, 130), (2.25, 130), (2.375, 135)]
+
+
 def test_the_parts_of_a_step_are_those_of_the_rank_that_the_others_wait_for() -> None:
     bench = Bench()
     engine = bench.host.engine

@@ -25,7 +25,7 @@ from torch.torch_version import TorchVersion
 import holdfast
 from holdfast import elastic
 from holdfast._copying.bubbles import Bubbles
-from holdfast._copying.schedule_waits import SCHEDULES, WAIT, mark_waits
+from holdfast._copying.schedule_waits import FUNCTIONS, PrivateFunction, mark_waits
 from holdfast._elastic.session import ElasticSession
 from holdfast.testing import FakeDaemon
 
@@ -33,6 +33,7 @@ RANKS, STEPS_MAX, WAIT_S = 2, 600, 60
 COMPUTE_S = 0.03
 """Seconds that a stage computes for a microbatch."""
 WIDTH, MICROBATCHES = 300, 2
+WAIT = FUNCTIONS[0]
 TOPOLOGY = holdfast.Topology(dp=1, pp=RANKS)
 Run = Callable[[Any], None]
 
@@ -128,6 +129,9 @@ def copies_come_in_waits(
         if in_wait:
             break
     assert in_wait, "no snapshot was copied in a wait"
+    if rank == 0:
+        assert session.counters.bubble_s > COMPUTE_S
+        assert session.counters.bubble_bytes >= stage.ballast.nbytes
     session.close()
 
 
@@ -148,7 +152,7 @@ def work(rank: int, port: int, directory: str) -> None:
         stage = Stage()
         run = by_hand(rank, pipeline, stage, marked=marked)
         copies_come_in_waits(rank, home / f"marked-{marked}", stage, run, pipeline)
-    for kind in (ScheduleGPipe, Schedule1F1B) if hasattr(schedules, WAIT) else ():
+    for kind in (ScheduleGPipe, Schedule1F1B) if hasattr(schedules, WAIT.path) else ():
         stage = Stage()
         run = of_torch(rank, stage, kind)
         copies_come_in_waits(rank, home / kind.__name__, stage, run, None)
@@ -163,16 +167,18 @@ def test_snapshots_are_copied_while_a_stage_waits_for_another(tmp_path: Path) ->
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.8", reason="its schedules have none")
 def test_the_schedules_of_torch_have_the_function_that_waits() -> None:
-    assert callable(getattr(schedules, WAIT))
+    assert WAIT.module == schedules.__name__
+    assert callable(getattr(schedules, WAIT.path))
 
 
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.path)
 def test_schedules_without_that_function_stay_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    function: PrivateFunction, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    older, bubbles = ModuleType(SCHEDULES), Bubbles(RANKS)
-    monkeypatch.setitem(sys.modules, SCHEDULES, older)
+    older, bubbles = ModuleType(function.module), Bubbles(RANKS)
+    monkeypatch.setitem(sys.modules, function.module, older)
     with caplog.at_level(logging.DEBUG, "holdfast"):
         for _ in range(2):
             mark_waits(bubbles)
-    assert not hasattr(older, WAIT)
-    assert caplog.text.count("so their waits are not marked as bubbles") == 1
+    assert not hasattr(older, function.path.partition(".")[0])
+    assert caplog.text.count(f" {function.path} in this version, so waits there") == 1

@@ -105,6 +105,8 @@ REPORT = TrainerReport(
     staged_s=0.2,
     interval_steps=3,
     window_steps=5,
+    bubble_s=0.4,
+    bubble_bytes=6,
 )
 OPEN = OpenRequest(epoch=2, layout=b"layout", largest_slot_bytes=99)
 RESTORE = RestoreRequest(epoch=2, no_replay="no pipeline")

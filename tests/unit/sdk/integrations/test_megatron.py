@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,8 @@ CASES: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 """Ranks, and settings of `megatron_model.Case`."""
 IN_CI = 5
+COMPUTE_S = 0.2
+"""Seconds that the first stage computes for a microbatch."""
 
 
 def name_of(row: tuple[int, dict[str, Any]]) -> str:
@@ -126,6 +129,33 @@ def test_other_worlds_find_masters_and_moments_by_parameter(tmp_path: Path) -> N
         run(is_killed, 2, tmp_path, {})
     for world in (1, 3):
         run(comes_back_among_others, world, tmp_path, {}, 2)
+
+
+def waits_are_marked(rank: int, world: int, directory: str, *cases: dict[str, Any]) -> None:
+    """The second stage waits while the first one computes, and its waits are marked."""
+    from megatron.core import parallel_state
+    from megatron_model import Case, Trained, use_groups
+
+    for number, case in enumerate(cases):
+        parallel_state.destroy_model_parallel()
+        use_groups(Case(**case))
+        trained = Trained(1, Case(**case))
+        if rank == 0:
+            for chunk in trained.chunks:
+                chunk.register_forward_pre_hook(lambda *_: time.sleep(COMPUTE_S))
+        session = open_session(trained, f"{directory}-{number}", rank, world, epoch=1)
+        session.restore()
+        train(trained, 1, 1, session)  # The first save begins to mark waits.
+        before = session.counters.bubble_s
+        train(trained, 2, 2, session)
+        if rank == 1:
+            assert session.counters.bubble_s - before >= COMPUTE_S * 0.9, case
+        session.close()
+
+
+def test_waits_for_other_stages_are_marked(tmp_path: Path) -> None:
+    cases: list[dict[str, Any]] = [{}, {"vpp": 2}, {"varying": True}]
+    run(waits_are_marked, 2, tmp_path, *({"pp": 2} | case for case in cases))
 
 
 def loads_into_fsdp2(rank: int, world: int, directory: str, case: dict[str, Any]) -> None:

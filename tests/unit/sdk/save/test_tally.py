@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from holdfast._copying.bubbles import Bubbles
 from holdfast._daemon.client import CommitRequest
 from holdfast._daemon.handles import SaveHandle
 from holdfast._save.tally import Tally
@@ -34,6 +35,16 @@ def test_what_ends_all_saves_is_reported_before_the_newest_cause() -> None:
     tally.refuse(1, SnapshotSkippedError("no slot"))
     report = tally.report("s", StaleEpochError("epoch 2 has begun"))
     assert (report.failure, report.failure_code) == ("epoch 2 has begun", "stale_epoch")
+
+
+def test_waits_for_other_stages_are_reported_as_they_are_by_then() -> None:
+    clock = iter((0.0, 1.0, 3.0, 4.0, 4.5))
+    bubbles = Bubbles(2, lambda: next(clock))
+    tally = Tally(bubbles)
+    for total_s in (2.0, 2.5):
+        with bubbles.bubble():
+            pass
+        assert tally.report("s", None).bubble_s == tally.counters.bubble_s == total_s
 
 
 class EagerDaemon(FakeDaemon):
