@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 
+from holdfast._elastic.pieces import Operations
 from holdfast._elastic.recording import Recorder
 
 
@@ -34,7 +35,7 @@ def multiply(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def record_of(work: Callable[[torch.Tensor], torch.Tensor]) -> Recorder:
-    recorder = Recorder()
+    recorder = Recorder(Operations({}))
     recorder.begin()
     try:
         work(torch.ones(16))
