@@ -356,8 +356,10 @@ def _perform(data: bytes, names: Collection[str], optimizers: Sequence[Any]) -> 
     kinds = {tensor.device.type for tensor in _tensors_in(value)}
     with torch.autocast(next(iter(kinds - {"cpu"}), "cpu"), enabled=False), _Silence():
         if header.operation:
-            return _digest(_execute(header.operation, names, *value))
-        return _digest(_step(header, optimizers, *value))
+            results = _execute(header.operation, names, *value)
+        else:
+            results = _step(header, optimizers, *value)
+    return digest_of(_tensors_in(results))
 
 
 def _execute(name: str, names: Collection[str], args: list[Any], named: dict[str, Any]) -> Any:
@@ -404,7 +406,3 @@ def _step(
     forget_scaling([one])
     step_alone(one)
     return [parameter, one.state[parameter]]
-
-
-def _digest(results: Any) -> int:
-    return digest_of(_tensors_in(results))

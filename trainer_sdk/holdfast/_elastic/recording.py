@@ -168,18 +168,16 @@ class Recorder(TorchDispatchMode):
         Args:
             reader: the operation; None after one that waited.
         """
-        if reader is not None and _name_of(reader) in _WAITS:
-            return
         spans = [_span_of(tensor) for tensor in touched]
+        waited = reader is None
         for each in [one for one in self._sums if one.is_touched(spans)]:
+            # What an operation waits for is not read before that, but passed on.
+            if each.work is None and not waited:
+                continue
             self._sums.remove(each)
             # Work on a device is ordered by its streams; in host memory it must be over.
             on_device = any(tensor.device.type != "cpu" for tensor in each.tensors)
-            if each.work is None:
-                is_over = reader is None
-            else:
-                is_over = on_device or each.work.is_completed()
-            if is_over:
+            if waited or on_device or each.work.is_completed():
                 self.taken[each.number] = digest_of(each.tensors)
 
     def _note(self, func: Any, named: Mapping[str, Any]) -> int | None:
