@@ -1277,7 +1277,7 @@ MUTANTS = (
         edits=(
             (
                 f"{RECONCILER}/observe/corruption.py",
-                "last.proof in (Proof.UNDECIDED, Proof.REEXECUTED)",
+                "last.proof is Proof.UNDECIDED or last.proof.may_name",
                 "last.proof in (Proof.UNDECIDED,)",
             ),
         ),
