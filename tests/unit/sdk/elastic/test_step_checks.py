@@ -93,13 +93,29 @@ def test_flips_in_any_execution_and_parallelism_are_found(kind: str, tmp_path: P
 def test_a_device_that_is_wrong_each_time_is_found_by_other_ranks(tmp_path: Path) -> None:
     devices = [("fsdp", "mm"), ("fsdp", "addcdiv_"), ("messages", "native_layer_norm")]
     jobs = [Job(kind=kind, wrong=(WRONG, operation), steps=30) for kind, operation in devices]
-    for outcomes in train(tmp_path, jobs, 3):
+    jobs += [Job(kind="messages", wrong=(WRONG, "mm"), staged=True)]
+    for job, outcomes in zip(jobs, train(tmp_path, jobs, 3), strict=True):
         for each in outcomes:
             found = each.found
             assert found is not None and found == outcomes[0].found
             assert (found.proof, found.ranks, found.wrong) == (Proof.ELSEWHERE, (WRONG,), (WRONG,))
             assert bounded_divergence(found) == found and each.problem == ""
-            assert found.step in each.checked and found.equal_step is None
+            assert found.step in each.checked and found.equal_step in (None, FIRST)
+            assert each.executed.count(found.step) == (1 if job.staged else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_where_no_step_is_executed_again_memory_is_checked(tmp_path: Path) -> None:
+    """As in stages of a pipeline, and where experts have seats."""
+    faults = [Fault(rank=WRONG, where=where) for where in AT_REST]
+    jobs = [Job(kind="messages", staged=True, fault=fault) for fault in (None, *faults)]
+    clean, *changed = train(tmp_path, jobs)
+    for each in clean:
+        assert each.found is None and each.executed == list(range(1, 61))
+        assert len(each.checked) > 1 and each.recorded == each.checked
+    for outcomes in changed:
+        check_changed(outcomes)
 
 
 @pytest.mark.slow
@@ -113,6 +129,8 @@ def test_of_two_ranks_neither_is_named(tmp_path: Path) -> None:
             assert bounded_divergence(found) == found
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_loop_that_is_entered_again_is_no_training_that_cannot_be_repeated(
     tmp_path: Path,
 ) -> None:
@@ -122,7 +140,7 @@ def test_a_loop_that_is_entered_again_is_no_training_that_cannot_be_repeated(
     unchecked, checked, faulty = train(tmp_path, [*jobs, Job(kind="wrapped anew", fault=late)])
     for each, right in zip(checked, unchecked, strict=True):
         assert each.found is None and each.state == right.state
-        assert len(each.checked) > 1 and {each.executed.count(s) for s in each.checked[:-1]} == {3}
+        assert len(each.checked) > 1 and {each.executed.count(s) for s in each.checked} == {3}
     check_blamed(late, faulty, unchecked, executions=4)
 
 

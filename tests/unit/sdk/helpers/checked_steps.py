@@ -65,6 +65,8 @@ class Job:
     fault: Fault | None = None
     wrong: tuple[int, str] = (0, "")
     """Rank, and an operation that its device computes wrongly each time."""
+    staged: bool = False
+    """Whether the ranks are stages of a pipeline, which cannot execute a step again."""
     noise: bool = False
     """Whether training is not deterministic."""
     writes: bool = False
@@ -128,6 +130,27 @@ class _World:
     def survives(self, error: Exception) -> bool:
         del error
         return False
+
+
+class _Log:
+    """The part of a pipeline's log that a session uses."""
+
+    keeps_received = False
+
+    def drop_to(self, step: int) -> None: ...
+
+    def restart(self, step: int) -> None: ...
+
+
+class _Stages:
+    """The part of `Pipeline` that a session uses."""
+
+    log = _Log()
+    idle: Any = None
+
+    def begin(self, step: int) -> None: ...
+
+    def complete(self, step: int) -> None: ...
 
 
 class _Pair(nn.Module):
@@ -279,6 +302,7 @@ class _Trainer:
             WAIT_S,
             model=self.model,
             votes=True,
+            pipeline=_Stages() if job.staged else None,  # type: ignore[arg-type]
             repeat_share=job.share,
         )
         inner: Any = self.session._session
