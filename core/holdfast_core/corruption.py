@@ -56,7 +56,7 @@ class Proof(StrEnum):
     the difference from other ranks. Nobody is wrong if that is not certain: `ranks` are then those
     in which the difference began. Training went on with what two executions agreed on."""
     ELSEWHERE = "RepeatedElsewhere"
-    """They got other bytes for a piece of their own work, or of another rank's, than two other
+    """They got other bytes for a sample of their own work, or of another rank's, than two other
     ranks of the same kind, and the same each time. Nobody is wrong if there was no third rank to
     decide: `ranks` are then the two in question. How long this has been so is not known."""
     CHANGED = "Changed"

@@ -2,7 +2,7 @@
 
 A device that gives the same wrong bytes each time agrees with itself, so executing a step again on
 the same rank does not show it. But equal devices with equal software give equal bytes for equal
-input. So the *owner* of a piece of work, one operation with its input, gives it to a *second* rank
+input. So the *owner* of a sample of work, one operation with its input, gives it to a *second* rank
 of the same kind. Where both get the same bytes each time but not the same as each other, a *third*
 one repeats it as well: the rank that the other two contradict is wrong. Where there is no third,
 either may be wrong, and nobody is named.
@@ -18,15 +18,15 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 DISPUTES_MAX = 8
-"""Pieces of work that a third rank repeats in one check."""
+"""Samples of work that a third rank repeats in one check."""
 
 
 class Dispute(Struct, frozen=True, kw_only=True):
-    """A piece of work for which two ranks get different bytes."""
+    """A sample of work for which two ranks get different bytes."""
 
     owner: int
-    piece: int
-    """Number of the piece among those of its owner."""
+    sample: int
+    """Number of the sample among those of its owner."""
     second: int
     third: int | None
     """Rank that repeats it as well; None if no other one is of their kind."""
@@ -65,13 +65,13 @@ def disputes(
     own: Sequence[Sequence[int | None]],
     repeated: Sequence[Sequence[int | None]],
 ) -> list[Dispute]:
-    """The pieces for which an owner and its second rank get different bytes: one of each owner,
+    """The samples for which an owner and its second rank get different bytes: one of each owner,
     then another one, up to `DISPUTES_MAX`.
 
     Args:
-        own: for each rank, what it gets for each piece of its own: a digest; None if it did not get
-            the same each time, or could not repeat it.
-        repeated: the same for each piece that it repeated.
+        own: for each rank, what it gets for each sample of its own: a digest; None if it did not
+            get the same each time, or could not repeat it.
+        repeated: the same for each sample that it repeated.
     """
     found: list[tuple[int, Dispute]] = []
     by_kind = {rank: ranks for ranks in _by_kind(kinds) for rank in ranks}
@@ -83,7 +83,7 @@ def disputes(
         pairs = enumerate(zip(own[owner], repeated[second], strict=False))
         differing = [at for at, (a, b) in pairs if a is not None and b is not None and a != b]
         for number, at in enumerate(differing):
-            one = Dispute(owner=owner, piece=at, second=second, third=third)
+            one = Dispute(owner=owner, sample=at, second=second, third=third)
             found.append((number, one))
     found.sort(key=lambda each: (each[0], each[1].owner))
     return [one for _, one in found[:DISPUTES_MAX]]
@@ -103,9 +103,9 @@ def judge(
     """
     wrong, open_pairs = set[int](), list[tuple[int, int]]()
     for one, third in zip(of, thirds, strict=True):
-        if third is not None and third == repeated[one.second][one.piece]:
+        if third is not None and third == repeated[one.second][one.sample]:
             wrong.add(one.owner)
-        elif third is not None and third == own[one.owner][one.piece]:
+        elif third is not None and third == own[one.owner][one.sample]:
             wrong.add(one.second)
         else:
             open_pairs.append((one.owner, one.second))

@@ -1299,7 +1299,7 @@ MUTANTS = (
         edits=(
             (
                 "core/holdfast_core/repeated_work.py",
-                "elif third is not None and third == own[one.owner][one.piece]:",
+                "elif third is not None and third == own[one.owner][one.sample]:",
                 "elif third is not None:",
             ),
         ),

@@ -17,12 +17,12 @@ from holdfast_core.repeated_work import (
 )
 
 CHECKS = 1000
-PIECES = 20
+SAMPLES = 20
 
 
 @dataclass
 class Ranks:
-    """Ranks with devices, each of which gives bytes of its kind for each piece of work."""
+    """Ranks with devices, each of which gives bytes of its kind for each sample of work."""
 
     kinds: list[int | None]
     wrong: frozenset[int] = frozenset()
@@ -31,23 +31,23 @@ class Ranks:
     """Ranks that get other bytes each time in some of the work, so that they state none."""
     rng: random.Random = field(default_factory=random.Random)
 
-    def get(self, rank: int, owner: int, piece: int) -> int | None:
-        """What a rank gets for a piece."""
-        if rank in self.loose and piece % 3 == 0:
+    def get(self, rank: int, owner: int, sample: int) -> int | None:
+        """What a rank gets for a sample."""
+        if rank in self.loose and sample % 3 == 0:
             return None
-        wrong = rank in self.wrong and piece % 4 == 1
-        return hash((self.kinds[rank], owner, piece, rank if wrong else None))
+        wrong = rank in self.wrong and sample % 4 == 1
+        return hash((self.kinds[rank], owner, sample, rank if wrong else None))
 
     def check(self, turn: int) -> tuple[Verdict, list[Dispute]]:
         pairs = seconds(self.kinds, turn)
-        own = [[self.get(rank, rank, at) for at in range(PIECES)] for rank in range(len(pairs))]
+        own = [[self.get(rank, rank, at) for at in range(SAMPLES)] for rank in range(len(pairs))]
         repeated: list[list[int | None]] = [[] for _ in pairs]
         for owner, second in enumerate(pairs):
             if second is not None:
-                repeated[second] = [self.get(second, owner, at) for at in range(PIECES)]
+                repeated[second] = [self.get(second, owner, at) for at in range(SAMPLES)]
         found = disputes(self.kinds, turn, own, repeated)
         thirds = [
-            None if one.third is None else self.get(one.third, one.owner, one.piece)
+            None if one.third is None else self.get(one.third, one.owner, one.sample)
             for one in found
         ]
         return judge(found, own, repeated, thirds), found
@@ -92,7 +92,7 @@ def test_several_that_are_contradicted_at_once_are_different_and_none_is_named()
 
 
 def test_a_third_that_gets_other_bytes_than_both_decides_nothing() -> None:
-    one = Dispute(owner=0, piece=0, second=1, third=2)
+    one = Dispute(owner=0, sample=0, second=1, third=2)
     own, repeated = [[1], [9], [9]], [[9], [2], [9]]
     assert judge([one], own, repeated, [3]) == Verdict(candidates=(0, 1))
     assert judge([one], own, repeated, [None]) == Verdict(candidates=(0, 1))

@@ -27,7 +27,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast._digests import digest_of
-from holdfast._elastic.pieces import Operations, span_bytes
+from holdfast._elastic.work_samples import Operations, span_bytes
 from holdfast._state.dtensors import is_dtensor_type, local_of
 from holdfast_core.reexecution import GIVEN_MAX, Given
 
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
         self._sums.clear()
 
     def _begin_sum(self, number: int, named: Mapping[str, Any], result: Any) -> None:
-        """Note a sum that has begun. Digest it, if the script waits for it at once, as this does."""
+        """Note a sum that has begun. Digest it, if the script waits for it at once as well."""
         outputs = next((named[name] for name in _OUTPUTS if name in named), None)
         if "process_group" not in named:
             self._sums.append(_Sum(number, list(_tensors_in(result)), None))

@@ -1,9 +1,9 @@
-"""Let other ranks repeat pieces of this rank's work, to find a device that is wrong each time.
+"""Let other ranks repeat samples of this rank's work, to find a device that is wrong each time.
 
 In a checked step each rank keeps the input of a few operations, and of an optimizer's step of a few
-parameters (`pieces`). It performs these pieces on copies, and so does another rank of its kind.
+parameters (`samples`). It performs these samples on copies, and so does another rank of its kind.
 What both get is compared, and a third rank decides where they differ
-(`holdfast_core.repeated_work`). The live state is only read. One piece is sent at a time.
+(`holdfast_core.repeated_work`). The live state is only read. One sample is sent at a time.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ import torch
 
 from holdfast._agree.exchange import Exchange
 from holdfast._elastic.kinds import kind_of_rank
-from holdfast._elastic.pieces import (
+from holdfast._elastic.work_samples import (
     BYTES_MAX,
     KEPT_BYTES_MAX,
     OPERATIONS,
     STEPS,
     Operations,
-    Piece,
+    WorkSample,
     perform,
     steps_of_optimizers,
 )
 from holdfast_core.repeated_work import Verdict, disputes, judge, seconds
 
 _log = logging.getLogger("holdfast")
-_PIECE_BYTES_MAX = BYTES_MAX + (1 << 20)
-"""Most bytes of a piece, with what it has besides tensors."""
+_SAMPLE_BYTES_MAX = BYTES_MAX + (1 << 20)
+"""Most bytes of a sample, with what it has besides tensors."""
 
 
 class _Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank states before any piece is sent."""
+    """What a rank states before any sample is sent."""
 
     kind: int | None
     sizes: list[int]
-    """Bytes of each of its pieces."""
+    """Bytes of each of its samples."""
 
     @property
     def is_bounded(self) -> bool:
         most = len(self.sizes) <= OPERATIONS + STEPS
-        return most and all(0 < size <= _PIECE_BYTES_MAX for size in self.sizes)
+        return most and all(0 < size <= _SAMPLE_BYTES_MAX for size in self.sizes)
 
 
 class _Results(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank got for each of its own pieces, and for those that it repeated."""
+    """What a rank got for each of its own samples, and for those that it repeated."""
 
     own: list[int | None]
     repeated: list[int | None]
@@ -75,21 +75,21 @@ _OPINION = msgspec.json.Decoder(_Opinion)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What repeating pieces of work has shown. Equal on all ranks."""
+    """What repeating samples of work has shown. Equal on all ranks."""
 
-    verdict: Verdict = Verdict()
-    text: str = ""
-    """First piece that is disputed."""
-    unit: str = ""
-    """First unit of a disputed piece; empty if none belongs to one."""
-    pieces: int = 0
-    """Number of pieces that were compared."""
-    cost_s: float = 0.0
+    verdict: Verdict
+    text: str
+    """First sample that is disputed."""
+    unit: str
+    """First unit of a disputed sample; empty if none belongs to one."""
+    samples: int
+    """Number of samples that were compared."""
+    cost_s: float
     """Time that it took on rank 0."""
 
 
 class RepeatedWork:
-    """The pieces of one process, in the checked steps since it started."""
+    """The samples of one process, in the checked steps since it started."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -97,7 +97,7 @@ class RepeatedWork:
         """The operations of the newest execution."""
         self._names: Collection[str] = frozenset()
         """Operations that this rank has executed, which it repeats for others."""
-        self._kept: list[Piece] = []
+        self._kept: list[WorkSample] = []
 
     def begin(self, *, keeps: bool) -> Operations:
         """Begin to note the operations of an execution.
@@ -123,7 +123,7 @@ class RepeatedWork:
         optimizers: Sequence[Any],
         units: Callable[[torch.Tensor], str],
     ) -> Comparison:
-        """Repeat pieces of the ranks on other ranks, when all gradients are complete and no
+        """Repeat samples of the ranks on other ranks, when all gradients are complete and no
         optimizer has stepped. Collective.
 
         Args:
@@ -136,27 +136,27 @@ class RepeatedWork:
         began_s = time.monotonic()
         turn, self._turn = self._turn, self._turn + 1
         # State what there is. Each rank finds the same pairs.
-        kind, pieces = self._prepare(optimizers, units)
-        sizes = [len(each.data) for each in pieces]
+        kind, samples = self._prepare(optimizers, units)
+        sizes = [len(each.data) for each in samples]
         stated = msgspec.json.encode(_Offer(kind=kind, sizes=sizes))
         offers = [_OFFER.decode(text) for text in exchange.gather(stated)]
         kinds = [each.kind if each.is_bounded else None for each in offers]
         pairs = seconds(kinds, turn)
         source = pairs.index(rank) if rank in pairs else None
-        # Send one piece after the other, and repeat it.
+        # Send one sample after the other, and repeat it.
         repeated = list[int | None]()
         longest = [len(o.sizes) for o, to in zip(offers, pairs, strict=True) if to is not None]
         for at in range(max(longest, default=0)):
             given, taken = b"", 0
-            if pairs[rank] is not None and at < len(pieces):
-                given = pieces[at].data
+            if pairs[rank] is not None and at < len(samples):
+                given = samples[at].data
             if source is not None and at < len(offers[source].sizes):
                 taken = offers[source].sizes[at]
             data = _send(exchange, len(offers), given, pairs[rank], source, taken)
             if taken:
                 repeated.append(perform(data, self._names, optimizers))
             del data
-        own = [None if pairs[rank] is None else self._perform(each, optimizers) for each in pieces]
+        own = [None if pairs[rank] is None else self._perform(each, optimizers) for each in samples]
         stated = msgspec.json.encode(_Results(own=own, repeated=repeated))
         results = [_RESULTS.decode(text) for text in exchange.gather(stated)]
         owns, repeats = [each.own for each in results], [each.repeated for each in results]
@@ -166,16 +166,16 @@ class RepeatedWork:
         for number, one in enumerate(disputed):
             if one.third is None:
                 continue
-            given = pieces[one.piece].data if rank == one.owner else b""
-            taken = offers[one.owner].sizes[one.piece] if rank == one.third else 0
+            given = samples[one.sample].data if rank == one.owner else b""
+            taken = offers[one.owner].sizes[one.sample] if rank == one.third else 0
             to, source = (one.third if given else None), (one.owner if taken else None)
             data = _send(exchange, len(offers), given, to, source, taken)
             if taken:
                 digests[number] = perform(data, self._names, optimizers)
         opinion = _Opinion(
             digests=digests,
-            texts=[pieces[one.piece].text if rank == one.owner else "" for one in disputed],
-            units=[pieces[one.piece].unit if rank == one.owner else "" for one in disputed],
+            texts=[samples[one.sample].text if rank == one.owner else "" for one in disputed],
+            units=[samples[one.sample].unit if rank == one.owner else "" for one in disputed],
             cost_s=time.monotonic() - began_s,
         )
         opinions = [_OPINION.decode(text) for text in exchange.gather(msgspec.json.encode(opinion))]
@@ -194,25 +194,25 @@ class RepeatedWork:
             verdict=judge(disputed, owns, repeats, thirds),
             text=next((each.texts[number] for each, number in of_owners), ""),
             unit=next((u for each, number in of_owners if (u := each.units[number])), ""),
-            pieces=sum(compared),
+            samples=sum(compared),
             cost_s=opinions[0].cost_s,
         )
 
     def _prepare(
         self, optimizers: Sequence[Any], units: Callable[[torch.Tensor], str]
-    ) -> tuple[int | None, list[Piece]]:
-        """The kind of this rank, and its pieces. With None, and no pieces, it takes no part."""
+    ) -> tuple[int | None, list[WorkSample]]:
+        """The kind of this rank, and its samples. With None, and no samples, it takes no part."""
         kept, self._kept = self._kept, []
         try:
-            room = KEPT_BYTES_MAX - sum(len(piece.data) for piece in kept)
-            pieces = [*kept, *steps_of_optimizers(optimizers, units, room)]
-            return kind_of_rank(), [p for p in pieces if len(p.data) <= _PIECE_BYTES_MAX]
+            room = KEPT_BYTES_MAX - sum(len(sample.data) for sample in kept)
+            samples = [*kept, *steps_of_optimizers(optimizers, units, room)]
+            return kind_of_rank(), [p for p in samples if len(p.data) <= _SAMPLE_BYTES_MAX]
         except Exception:  # torch, or a user's optimizer, may raise anything
             _log.warning("this rank's work is not repeated in this step", exc_info=True)
             return None, []
 
-    def _perform(self, piece: Piece, optimizers: Sequence[Any]) -> int | None:
-        return perform(piece.data, self._names, optimizers)
+    def _perform(self, sample: WorkSample, optimizers: Sequence[Any]) -> int | None:
+        return perform(sample.data, self._names, optimizers)
 
 
 def _send(

@@ -254,7 +254,7 @@ class ElasticSession(Session):
                 _log.info(
                     "repeat_steps_share: no step is executed again, because experts in seats and "
                     "stages of elastic.Pipeline cannot put back what they have sent; other ranks "
-                    "repeat pieces of their work"
+                    "repeat samples of their work"
                 )
         elif repeat_share:
             _log.warning(

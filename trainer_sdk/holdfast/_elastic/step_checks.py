@@ -8,8 +8,8 @@ rank was wrong follows from what the ranks gave to each other (`holdfast_core.re
 
 All ranks execute a step again for the same reasons, which they exchange, and no rank does so alone.
 
-A device that is wrong in the same way each time agrees with itself. So other ranks repeat pieces of
-the step as well (`repeated_work`), also where the step itself cannot be executed again.
+A device that is wrong in the same way each time agrees with itself. So other ranks repeat samples
+of the step as well (`repeated_work`), also where the step itself cannot be executed again.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class StepChecks:
 
     Args:
         share: part of the training time to spend on it, above 0. Equal on all ranks.
-        executes_again: whether a step can be executed again. If not, only its state, and pieces of
+        executes_again: whether a step can be executed again. If not, only its state, and samples of
             its work, are checked. Equal on all ranks.
     """
 
@@ -260,12 +260,12 @@ class StepChecks:
                 return True
             if compared == EXECUTIONS:
                 self._judge(step, exchange, stated)
-        work = Comparison()
+        work: Comparison | None = None
         if self._finding is None and self._repeats_elsewhere and len(stated) > 1:
             work = self._compare_work(step, exchange, holds, optimizers, stated)
-        if self._finding is None and not work.verdict.candidates:
+        if self._finding is None and not (work and work.verdict.candidates):
             self._clean, self._clean_step = self._clean + 1, step
-        self._conclude(step, stated[0], work.cost_s)
+        self._conclude(step, stated[0], work.cost_s if work else 0.0)
         return False
 
     def _compare_work(
@@ -276,7 +276,7 @@ class StepChecks:
         optimizers: Iterable[Any],
         stated: Sequence[_Statement],
     ) -> Comparison:
-        """Let other ranks repeat pieces of the step, and conclude from that. Collective."""
+        """Let other ranks repeat samples of the step, and conclude from that. Collective."""
         units = _unit_finder(holds)
         found = self._work.compare(exchange, holds.rank, [*optimizers], units)
         verdict = found.verdict

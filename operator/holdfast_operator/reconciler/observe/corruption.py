@@ -82,9 +82,11 @@ def _in_words(
     if found.proof.is_of_executions:
         last = "no check in this epoch found nothing before"
         if found.equal_step is not None:
-            last = f"the last check that found nothing was in step {found.equal_step}, {steps} before"
+            last = (
+                f"the last check that found nothing was in step {found.equal_step}, {steps} before"
+            )
     if found.proof is Proof.ELSEWHERE:
-        same = "for the same piece of work, one operation or an optimizer's step of one parameter"
+        same = "for the same sample of work, one operation or an optimizer's step of one parameter"
         if known:
             return (
                 f"{who} computes wrongly: in step {found.step} it got other bytes than two ranks "

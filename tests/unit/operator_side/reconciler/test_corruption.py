@@ -503,7 +503,7 @@ def test_a_device_that_is_wrong_each_time_is_named_and_nobody_goes_back(policy: 
     (text,) = world.messages("Corruption")
     assert text.startswith(
         "rank 2 of member 2 on n2 computes wrongly: in step 41 it got other bytes than two ranks "
-        "of the same kind for the same piece of work, one operation or an optimizer's step of one "
+        "of the same kind for the same sample of work, one operation or an optimizer's step of one "
         "parameter, and the same each time; the last check that found nothing was in step 31, 10 "
         "steps before; training goes on, and keeps what was computed wrongly since then"
     )

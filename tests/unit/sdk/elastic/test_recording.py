@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 
-from holdfast._elastic.pieces import Operations
 from holdfast._elastic.recording import Recorder
+from holdfast._elastic.work_samples import Operations
 
 
 @torch.library.custom_op("holdfast_test::opaque", mutates_args=())

@@ -1,7 +1,7 @@
-"""Pieces of work that another rank can repeat: one operation of torch, or an optimizer's step of
+"""Samples of work that another rank can repeat: one operation of torch, or an optimizer's step of
 one parameter, with all of its input.
 
-A piece is performed on copies, from its bytes, so that its owner and any other rank do the same.
+A sample is performed on copies, from its bytes, so that its owner and any other rank do the same.
 Only operations are kept that give the same bits each time on one kind of device: products of
 matrices, reductions, attention without dropout, whatever torch tags as pointwise, and the
 operations of torch's optimizers. Others add up in an order that is not fixed, draw random numbers,
@@ -9,7 +9,7 @@ choose their algorithm by its speed, or leave a part of their result unwritten: 
 into places that an index names (the gradient of an embedding), backward passes of attention,
 cumulative sums, sorting. They are not compared, and no tolerance stands in for that.
 
-The bytes come from another rank of the job, so a piece can only name operations that this rank has
+The bytes come from another rank of the job, so a sample can only name operations that this rank has
 executed itself, and its own optimizers. None of them may communicate.
 """
 
@@ -35,9 +35,9 @@ from holdfast._state.own_values import attributes_of
 from holdfast_core.errors import CorruptError, HoldfastError
 
 BYTES_MAX = 256 << 20
-"""Most bytes of the input of one piece."""
+"""Most bytes of the input of one sample."""
 KEPT_BYTES_MAX = 512 << 20
-"""Most bytes of the input of all pieces that a rank keeps at once, in host memory."""
+"""Most bytes of the input of all samples that a rank keeps at once, in host memory."""
 OPERATIONS = 16
 """Operations that a rank keeps of one step."""
 STEPS = 4
@@ -74,7 +74,7 @@ _SILENT = {"aten", "prim", "prims", "profiler", "mkldnn", "mkl"}
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a piece is."""
+    """What a sample is."""
 
     operation: str = ""
     """Name of an operation of `aten`; empty for a step of an optimizer."""
@@ -86,8 +86,8 @@ _HEADER = msgspec.json.Decoder(_Header)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """A piece of work of this rank."""
+class WorkSample:
+    """A sample of work of this rank."""
 
     text: str
     """What it is, for the log."""
@@ -136,7 +136,7 @@ class Operations:
         """Kind of operation → number of one of its occurrences, drawn at random."""
         self.names: set[str] = set()
         """Names of the operations."""
-        self.kept: list[Piece] = []
+        self.kept: list[WorkSample] = []
         chosen = random.Random().sample(sorted(listed.values()), min(OPERATIONS, len(listed)))
         self._chosen = frozenset(chosen)
         self._counts: dict[object, int] = {}
@@ -159,9 +159,9 @@ class Operations:
         if number not in self._chosen or not tensors:
             return
         try:
-            if piece := self._keep(operation, args, named, tensors):
-                self.kept.append(piece)
-                self._bytes += len(piece.data)
+            if sample := self._keep(operation, args, named, tensors):
+                self.kept.append(sample)
+                self._bytes += len(sample.data)
         except (HoldfastError, RuntimeError):
             return  # its input has no bytes, or there is no memory for a copy
 
@@ -171,7 +171,7 @@ class Operations:
         args: Sequence[Any],
         named: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
-    ) -> Piece | None:
+    ) -> WorkSample | None:
         room = min(BYTES_MAX, KEPT_BYTES_MAX - self._bytes)
         if sum(map(span_bytes, tensors)) > room or any(_is_captured(tensor) for tensor in tensors):
             return None
@@ -181,7 +181,7 @@ class Operations:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:4])
         header = _Header(operation=str(operation))
         data = _encode(header, (list(args), dict(named)))
-        return Piece(text=f"{operation} of {shapes}", unit="", data=data)
+        return WorkSample(text=f"{operation} of {shapes}", unit="", data=data)
 
 
 def _by_name(operation: Any, args: Sequence[Any]) -> dict[str, Any]:
@@ -197,8 +197,8 @@ def _is_captured(tensor: torch.Tensor) -> bool:
 @torch.no_grad()
 def steps_of_optimizers(
     optimizers: Sequence[Any], units: Callable[[torch.Tensor], str], bytes_max: int
-) -> list[Piece]:
-    """Pieces of the steps that `optimizers` are about to take, of a few parameters.
+) -> list[WorkSample]:
+    """Samples of the steps that `optimizers` are about to take, of a few parameters.
 
     Args:
         units: returns the unit of a parameter, or an empty text.
@@ -214,9 +214,9 @@ def steps_of_optimizers(
         for parameter in group["params"]
         if isinstance(parameter.grad, torch.Tensor)
     ]
-    pieces, room = list[Piece](), bytes_max
+    samples, room = list[WorkSample](), bytes_max
     for index, at, one, group, parameter in random.Random().sample(found, len(found)):
-        if len(pieces) == STEPS:
+        if len(samples) == STEPS:
             break
         state = dict(one.state.get(parameter) or {})
         tensors = [local_of(each) for each in (parameter, parameter.grad)]
@@ -235,12 +235,12 @@ def steps_of_optimizers(
         except (HoldfastError, RuntimeError):
             continue  # what it holds has no bytes, so another rank could not repeat it
         text = f"the step of {type(one).__qualname__} of a parameter {list(tensors[0].shape)}"
-        pieces.append(Piece(text=text, unit=units(parameter), data=data))
+        samples.append(WorkSample(text=text, unit=units(parameter), data=data))
         room -= len(data)
-    return pieces
+    return samples
 
 
-# --- pieces as bytes ------------------------------------------------------------------------------
+# --- samples as bytes -----------------------------------------------------------------------------
 
 _TENSOR, _DEVICE, _LAYOUT = "tensor", "device", "layout"
 _LAYOUTS: dict[str, Any] = {
@@ -289,7 +289,7 @@ def _unpack(value: Any) -> Any:
     if kind == _LAYOUT:
         return _LAYOUTS[first]
     if kind != _TENSOR:
-        raise CorruptError(f"a piece of work holds a value of kind {str(kind)[:80]}")
+        raise CorruptError(f"a sample of work holds a value of kind {str(kind)[:80]}")
     shape, strides, device = rest
     # A copy in memory that torch has allocated is aligned as those of other ranks are.
     flat = first.clone() if device == "cpu" else first.to(device)
@@ -331,8 +331,8 @@ class _Silence(TorchDispatchMode):
 
 
 def perform(data: bytes, names: Collection[str], optimizers: Sequence[Any]) -> int | None:
-    """Perform a piece twice, on copies. Return the digest of what it gives; None if that is not the
-    same both times, or this rank cannot perform it. It raises nothing.
+    """Perform a sample twice, on copies. Return the digest of what it gives; None if that is not
+    the same both times, or this rank cannot perform it. It raises nothing.
 
     Args:
         names: the operations that this rank has executed itself.

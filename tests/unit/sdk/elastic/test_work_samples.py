@@ -1,4 +1,4 @@
-"""Pieces of work give the same bytes wherever they are performed, and only what may be compared is
+"""Samples of work give the same bytes wherever they are performed, and only what may be compared is
 kept."""
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from holdfast._elastic import pieces
+from holdfast._elastic import work_samples
 from holdfast._elastic.kinds import kind_of_rank
-from holdfast._elastic.pieces import Operations, Piece, is_comparable, perform, steps_of_optimizers
 from holdfast._elastic.recording import Recorder
+from holdfast._elastic.work_samples import (
+    Operations,
+    WorkSample,
+    is_comparable,
+    perform,
+    steps_of_optimizers,
+)
 from holdfast._state.collect import RandomGenerators
 
 aten = torch.ops.aten
@@ -95,11 +101,11 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 def work_of(
     model: nn.Module, optimizer: Any, steps: int
-) -> tuple[set[str], list[Piece], list[Piece]]:
-    """Names of the operations, pieces of them, and pieces of the last optimizer's step."""
+) -> tuple[set[str], list[WorkSample], list[WorkSample]]:
+    """Names of the operations, samples of them, and samples of the last optimizer's step."""
     listed: dict[object, int] = {}
-    names, kept = set[str](), list[Piece]()
-    stepped: list[Piece] = []
+    names, kept = set[str](), list[WorkSample]()
+    stepped: list[WorkSample] = []
     for _ in range(steps):
         operations = Operations(listed)
         recorder = Recorder(operations)
@@ -117,9 +123,10 @@ def work_of(
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer"), [*((one, "AdamW") for one in MODELS), *(("layers", o) for o in OPTIMIZERS)]
+    ("model", "optimizer"),
+    [*((one, "AdamW") for one in MODELS), *(("layers", o) for o in OPTIMIZERS)],
 )
-def test_pieces_give_the_same_bytes_on_a_rank_with_another_state(
+def test_samples_give_the_same_bytes_on_a_rank_with_another_state(
     model: str, optimizer: str
 ) -> None:
     owner, other = MODELS[model](), MODELS[model]()
@@ -129,9 +136,9 @@ def test_pieces_give_the_same_bytes_on_a_rank_with_another_state(
     of_other = OPTIMIZERS[optimizer](other.parameters())
     assert kept and stepped
     drawn = RandomGenerators.now()
-    for piece in (*kept, *stepped):
-        own = perform(piece.data, names, [stepping])
-        assert own is not None and own == perform(piece.data, names, [of_other]), piece.text
+    for sample in (*kept, *stepped):
+        own = perform(sample.data, names, [stepping])
+        assert own is not None and own == perform(sample.data, names, [of_other]), sample.text
     for was, parameter in zip(before, owner.parameters(), strict=True):
         assert torch.equal(was, parameter), "the live state only is read"
     assert torch.equal(drawn.states["torch"], RandomGenerators.now().states["torch"])
@@ -172,19 +179,19 @@ def test_attention_with_dropout_is_not_kept() -> None:
 def test_a_rank_performs_only_what_it_executes_itself() -> None:
     operations = Operations({"any": 0})
     operations.note(aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2)), {})
-    (piece,) = operations.kept
-    assert perform(piece.data, {"aten.mm.default"}, []) is not None
-    assert perform(piece.data, {"aten.bmm.default"}, []) is None
-    for data in (b"", b"\xff" * 64, piece.data[:-9], piece.data[:40]):
+    (sample,) = operations.kept
+    assert perform(sample.data, {"aten.mm.default"}, []) is not None
+    assert perform(sample.data, {"aten.bmm.default"}, []) is None
+    for data in (b"", b"\xff" * 64, sample.data[:-9], sample.data[:40]):
         assert perform(data, {"aten.mm.default"}, []) is None
 
 
 def test_large_input_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "BYTES_MAX", 1000)
+    monkeypatch.setattr(work_samples, "BYTES_MAX", 1000)
     operations = Operations({"any": 0, "other": 1})
     operations.note(aten.neg.default, (torch.ones(1000),), {})
     operations.note(aten.neg.default, (torch.ones(1).expand(1000),), {})
-    assert [piece.text for piece in operations.kept] == ["aten.neg.default of [1000]"]
+    assert [sample.text for sample in operations.kept] == ["aten.neg.default of [1000]"]
 
 
 @pytest.mark.usefixtures("group")
@@ -192,9 +199,9 @@ def test_an_optimizer_that_communicates_is_not_repeated() -> None:
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
     optimizer = Communicating([parameter], lr=0.1)
-    (piece,) = steps_of_optimizers([optimizer], lambda _: "", 1 << 20)
-    assert perform(piece.data, (), [optimizer]) is None
-    assert perform(piece.data, (), [torch.optim.SGD([parameter], lr=0.1)]) is None
+    (sample,) = steps_of_optimizers([optimizer], lambda _: "", 1 << 20)
+    assert perform(sample.data, (), [optimizer]) is None
+    assert perform(sample.data, (), [torch.optim.SGD([parameter], lr=0.1)]) is None
 
 
 @pytest.fixture
