@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -102,10 +103,10 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 def work_of(
     model: nn.Module, optimizer: Any, steps: int
 ) -> tuple[set[str], list[WorkSample], list[WorkSample]]:
-    """Names of the operations, samples of them, and samples of the last optimizer's step."""
+    """Names of the operations, samples of them, and of the steps of the optimizer."""
     listed: dict[object, int] = {}
     names, kept = set[str](), list[WorkSample]()
-    stepped: list[WorkSample] = []
+    stepped = list[WorkSample]()
     for _ in range(steps):
         operations = Operations(listed)
         recorder = Recorder(operations)
@@ -116,7 +117,7 @@ def work_of(
             recorder.end()
         listed, names = operations.listed, names | operations.names
         kept += operations.kept
-        stepped = steps_of_optimizers([optimizer], lambda _: "", 1 << 20)
+        stepped += steps_of_optimizers([optimizer], lambda _: "", 1 << 20)
         optimizer.step()
         optimizer.zero_grad()
     return names, kept, stepped
@@ -143,6 +144,34 @@ def test_samples_give_the_same_bytes_on_a_rank_with_another_state(
         assert torch.equal(was, parameter), "the live state only is read"
     assert torch.equal(drawn.states["torch"], RandomGenerators.now().states["torch"])
     assert kind_of_rank() == kind_of_rank()
+
+
+def perform_again(
+    model: str, optimizer: str, names: set[str], samples: list[bytes]
+) -> list[int | None]:
+    """Perform `samples` in another process, whose model and optimizer have other values."""
+    torch.set_num_threads(1)
+    owned = OPTIMIZERS[optimizer](MODELS[model]().parameters())
+    return [perform(sample, names, [owned]) for sample in samples]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_a_thousand_steps_raise_no_alarm() -> None:
+    torch.set_num_threads(1)
+    shapes = [("layers", "AdamW"), ("layers", "Counting"), ("attention", "AdamW")]
+    shapes += [("experts", "Adafactor")]
+    with get_context("spawn").Pool(1) as other:
+        for model, optimizer in shapes:
+            owner = MODELS[model]()
+            stepping = OPTIMIZERS[optimizer](owner.parameters())
+            names, kept, stepped = work_of(owner, stepping, 1000 // len(shapes))
+            samples = [each.data for each in (*kept, *stepped)]
+            again = other.apply(perform_again, (model, optimizer, names, samples))
+            own = [perform(sample, names, [stepping]) for sample in samples]
+            assert None not in own and own == again
+            print(f"{model} with {optimizer}: {len(samples)} samples, no alarm")
 
 
 @pytest.mark.parametrize(
