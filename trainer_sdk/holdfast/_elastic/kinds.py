@@ -47,7 +47,7 @@ def _processor() -> object:
 
 
 def _software() -> object:
-    built = torch.__config__.show()  # type: ignore[no-untyped-call]
+    built = torch.__config__.show()
     return torch.__version__, np.__version__, built, read_numeric_variables()
 
 

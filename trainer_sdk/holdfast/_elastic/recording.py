@@ -50,6 +50,7 @@ _NOTHING = frozenset({"barrier", "monitored_barrier_", "recv_"})
 
 
 _WAITS = frozenset({"wait_tensor", "wait_tensors"})
+"""Operations that wait for the results of others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +150,9 @@ class Recorder(TorchDispatchMode):
         """Note a sum that has begun. Digest it, if the script waits for it at once as well."""
         outputs = next((named[name] for name in _OUTPUTS if name in named), None)
         if "process_group" not in named:
-            self._sums.append(_Sum(number, list(_tensors_in(result)), None))
+            # Of several results, one may be waited for while others are not complete.
+            if isinstance(result, torch.Tensor):
+                self._sums.append(_Sum(number, list(_tensors_in(result)), None))
             return
         tensors = list(_tensors_in(outputs))
         work = result[-1] if isinstance(result, tuple) else result

@@ -354,7 +354,8 @@ def _perform(data: bytes, names: Collection[str], optimizers: Sequence[Any]) -> 
     header = _HEADER.decode(data[4:end])
     value = _unpack(decode_extras(memoryview(data)[end:]))
     kinds = {tensor.device.type for tensor in _tensors_in(value)}
-    with torch.autocast(next(iter(kinds - {"cpu"}), "cpu"), enabled=False), _Silence():
+    silence = _Silence()  # type: ignore[no-untyped-call]
+    with torch.autocast(next(iter(kinds - {"cpu"}), "cpu"), enabled=False), silence:
         if header.operation:
             results = _execute(header.operation, names, *value)
         else:
