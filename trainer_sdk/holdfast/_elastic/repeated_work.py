@@ -29,7 +29,7 @@ from holdfast._elastic.work_samples import (
     perform,
     steps_of_optimizers,
 )
-from holdfast_core.repeated_work import Verdict, disputes, judge, seconds
+from holdfast_core.repeated_work import Dispute, Verdict, disputes, judge, seconds
 
 _log = logging.getLogger("holdfast")
 _SAMPLE_BYTES_MAX = BYTES_MAX + (1 << 20)
@@ -89,10 +89,11 @@ class Comparison:
 
 
 class RepeatedWork:
-    """The samples of one process, in the checked steps since it started."""
+    """The samples of one process, in the checked steps since a recovery."""
 
     def __init__(self) -> None:
         self._turn = 0
+        """Number of checks, equal on all ranks."""
         self._listed: Mapping[object, int] = {}
         """The operations of the newest execution."""
         self._names: Collection[str] = frozenset()
@@ -142,36 +143,14 @@ class RepeatedWork:
         offers = [_OFFER.decode(text) for text in exchange.gather(stated)]
         kinds = [each.kind if each.is_bounded else None for each in offers]
         pairs = seconds(kinds, turn)
-        source = pairs.index(rank) if rank in pairs else None
-        # Send one sample after the other, and repeat it.
-        repeated = list[int | None]()
-        longest = [len(o.sizes) for o, to in zip(offers, pairs, strict=True) if to is not None]
-        for at in range(max(longest, default=0)):
-            given, taken = b"", 0
-            if pairs[rank] is not None and at < len(samples):
-                given = samples[at].data
-            if source is not None and at < len(offers[source].sizes):
-                taken = offers[source].sizes[at]
-            data = _send(exchange, len(offers), given, pairs[rank], source, taken)
-            if taken:
-                repeated.append(perform(data, self._names, optimizers))
-            del data
+        repeated = self._repeat(exchange, rank, pairs, offers, samples, optimizers)
         own = [None if pairs[rank] is None else self._perform(each, optimizers) for each in samples]
         stated = msgspec.json.encode(_Results(own=own, repeated=repeated))
         results = [_RESULTS.decode(text) for text in exchange.gather(stated)]
         owns, repeats = [each.own for each in results], [each.repeated for each in results]
         # Let a third rank repeat what two have got differently.
         disputed = disputes(kinds, turn, owns, repeats)
-        digests: list[int | None] = [None] * len(disputed)
-        for number, one in enumerate(disputed):
-            if one.third is None:
-                continue
-            given = samples[one.sample].data if rank == one.owner else b""
-            taken = offers[one.owner].sizes[one.sample] if rank == one.third else 0
-            to, source = (one.third if given else None), (one.owner if taken else None)
-            data = _send(exchange, len(offers), given, to, source, taken)
-            if taken:
-                digests[number] = perform(data, self._names, optimizers)
+        digests = self._decide(exchange, rank, disputed, offers, samples, optimizers)
         opinion = _Opinion(
             digests=digests,
             texts=[samples[one.sample].text if rank == one.owner else "" for one in disputed],
@@ -197,6 +176,58 @@ class RepeatedWork:
             samples=sum(compared),
             cost_s=opinions[0].cost_s,
         )
+
+    def _repeat(
+        self,
+        exchange: Exchange,
+        rank: int,
+        pairs: Sequence[int | None],
+        offers: Sequence[_Offer],
+        samples: Sequence[WorkSample],
+        optimizers: Sequence[Any],
+    ) -> list[int | None]:
+        """Send one sample after the other to the second rank, and repeat those of another rank.
+        Return what this rank gets for them. Collective.
+
+        Args:
+            pairs: for each rank, the one that repeats its samples.
+        """
+        source = pairs.index(rank) if rank in pairs else None
+        counts = [len(o.sizes) for o, to in zip(offers, pairs, strict=True) if to is not None]
+        repeated = list[int | None]()
+        for at in range(max(counts, default=0)):
+            given, taken = b"", 0
+            if pairs[rank] is not None and at < len(samples):
+                given = samples[at].data
+            if source is not None and at < len(offers[source].sizes):
+                taken = offers[source].sizes[at]
+            data = _send(exchange, len(offers), given, pairs[rank], source, taken)
+            if taken:
+                repeated.append(perform(data, self._names, optimizers))
+        return repeated
+
+    def _decide(
+        self,
+        exchange: Exchange,
+        rank: int,
+        disputed: Sequence[Dispute],
+        offers: Sequence[_Offer],
+        samples: Sequence[WorkSample],
+        optimizers: Sequence[Any],
+    ) -> list[int | None]:
+        """Send each disputed sample to its third rank. Return what this rank gets for those of
+        which it is the third one. Collective."""
+        digests: list[int | None] = [None] * len(disputed)
+        for number, one in enumerate(disputed):
+            if one.third is None:
+                continue
+            given = samples[one.sample].data if rank == one.owner else b""
+            taken = offers[one.owner].sizes[one.sample] if rank == one.third else 0
+            to, source = (one.third if given else None), (one.owner if taken else None)
+            data = _send(exchange, len(offers), given, to, source, taken)
+            if taken:
+                digests[number] = perform(data, self._names, optimizers)
+        return digests
 
     def _prepare(
         self, optimizers: Sequence[Any], units: Callable[[torch.Tensor], str]

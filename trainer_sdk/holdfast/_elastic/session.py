@@ -871,6 +871,8 @@ class ElasticSession(Session):
         repeated_after = plan.line if self._world.rank in plan.scope else None
         if not problems and self._session.end_replay(plan.target, repeated_after):
             self._held = HeldState(plan.target)
+            if self._checks is not None:
+                self._checks.restart(plan.target)
             return plan.target
         # Some state differs: restore on all ranks, with new sessions in the same world.
         self._session.close()

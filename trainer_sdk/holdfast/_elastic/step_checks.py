@@ -141,12 +141,14 @@ class StepChecks:
         return max(WARM_UP_STEPS, math.ceil(1 / self._share))
 
     def restart(self, step: int) -> None:
-        """Check a step some time after `step`, to which all ranks have come by a recovery."""
+        """Check a step some time after `step`, to which all ranks have come by a recovery. All of
+        them call this, also those that have kept their state."""
         self.stop()
         self._forget()
         self._due = step + self._pause
         self._clean, self._origins, self._passed_over = 0, (), 0
         self._clean_step, self._left_out = None, 0
+        self._work = RepeatedWork()  # which counts its checks, equally on all ranks
         self._repeats_elsewhere = True
         self._reported.clear()
 
