@@ -76,7 +76,7 @@ class Job:
     """Whether a GradScaler is used."""
     gathers: int = 1
     """Steps over which gradients add up."""
-    steps: int = 60
+    steps: int = 50
     """So many that the second check is over."""
 
 
