@@ -112,7 +112,7 @@ def test_where_no_step_is_executed_again_memory_is_checked(tmp_path: Path) -> No
     jobs = [Job(kind="messages", staged=True, fault=fault) for fault in (None, *faults)]
     clean, *changed = train(tmp_path, jobs)
     for each in clean:
-        assert each.found is None and each.executed == list(range(1, 51))
+        assert each.found is None and each.executed == list(range(1, 29))
         assert len(each.checked) > 1 and each.recorded == each.checked
     for outcomes in changed:
         check_changed(outcomes)
@@ -121,7 +121,7 @@ def test_where_no_step_is_executed_again_memory_is_checked(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_of_two_ranks_neither_is_named(tmp_path: Path) -> None:
-    for outcomes in train(tmp_path, [Job(kind="fsdp", wrong=(WRONG, "mm"), steps=30)]):
+    for outcomes in train(tmp_path, [Job(kind="fsdp", wrong=(WRONG, "mm"), steps=28)]):
         for each in outcomes:
             found = each.found
             assert found is not None
@@ -146,8 +146,8 @@ def test_a_loop_that_is_entered_again_is_no_training_that_cannot_be_repeated(
 
 def test_training_that_cannot_be_repeated_is_told_from_corruption(tmp_path: Path) -> None:
     jobs = [
-        Job(kind="fsdp", noise=True, steps=30),
-        Job(kind="fsdp", writes=True, steps=30),
+        Job(kind="fsdp", noise=True, steps=28),
+        Job(kind="fsdp", writes=True, steps=28),
         Job(kind="fsdp", fault=Fault(rank=WRONG, where="written")),
         Job(kind="fsdp", scaled=True, share=0.0),
         Job(kind="fsdp", scaled=True),
@@ -157,7 +157,7 @@ def test_training_that_cannot_be_repeated_is_told_from_corruption(tmp_path: Path
     noisy, writing, late, unchecked, scaled, unasked, adding = train(tmp_path, jobs)
     for each, right in zip(adding, unasked, strict=True):
         assert len(each.recorded) == 2, "it ends where no optimizer steps in what is recorded"
-        assert each.found is None and each.executed == list(range(1, 51))
+        assert each.found is None and each.executed == list(range(1, 29))
         assert each.state == right.state
     for each in late:
         assert each.found is not None and each.found.proof is Proof.UNREPEATABLE

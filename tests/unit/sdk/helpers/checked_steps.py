@@ -35,7 +35,7 @@ from holdfast_core.corruption import Divergence
 from holdfast_core.topology import Topology
 
 WAIT_S = 30.0
-SHARE = 4.0
+SHARE = 50.0
 """More than jobs may ask for, so that the second check follows soon, whatever the machine does."""
 FIRST = 10
 """Step that is checked first. When the others are depends on the time that this takes."""
@@ -76,7 +76,7 @@ class Job:
     """Whether a GradScaler is used."""
     gathers: int = 1
     """Steps over which gradients add up."""
-    steps: int = 50
+    steps: int = 28
     """So many that the second check is over."""
 
 
