@@ -76,7 +76,7 @@ class Job:
     """Whether a GradScaler is used."""
     gathers: int = 1
     """Steps over which gradients add up."""
-    steps: int = 28
+    steps: int = 20
     """So many that the second check is over."""
 
 
