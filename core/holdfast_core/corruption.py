@@ -55,6 +55,10 @@ class Proof(StrEnum):
     """They computed other gradients in one of three executions of one step, and had not received
     the difference from other ranks. Nobody is wrong if that is not certain: `ranks` are then those
     in which the difference began. Training went on with what two executions agreed on."""
+    ELSEWHERE = "RepeatedElsewhere"
+    """They got other bytes for a sample of their own work, or of another rank's, than two other
+    ranks of the same kind, and the same each time. Nobody is wrong if there was no third rank to
+    decide: `ranks` are then the two in question. How long this has been so is not known."""
     CHANGED = "Changed"
     """Their parameters or optimizer states changed before the optimizer stepped, which they did not
     in earlier steps."""
@@ -65,12 +69,17 @@ class Proof(StrEnum):
     @property
     def names(self) -> bool:
         """Whether it shows which ranks are wrong."""
-        return self in (Proof.MAJORITY, Proof.REPEATED, Proof.REEXECUTED, Proof.CHANGED)
+        return self in (Proof.MAJORITY, Proof.REPEATED, Proof.CHANGED) or self.may_name
+
+    @property
+    def may_name(self) -> bool:
+        """Whether it shows which ranks are wrong, or else in which ones to look."""
+        return self in (Proof.REEXECUTED, Proof.ELSEWHERE)
 
     @property
     def is_of_executions(self) -> bool:
-        """Whether it comes from executing a step again in place, without replicas."""
-        return self in (Proof.REEXECUTED, Proof.CHANGED, Proof.UNREPEATABLE)
+        """Whether it comes from a checked step, without replicas."""
+        return self in (Proof.CHANGED, Proof.UNREPEATABLE) or self.may_name
 
 
 class Compared(Struct, frozen=True, array_like=True, gc=False):
@@ -87,7 +96,8 @@ class Divergence(Struct, frozen=True, kw_only=True, gc=False):
     step: int
     """Step after which they differed."""
     equal_step: int | None = None
-    """Newest step before that after which they were equal; None if there is none in the session."""
+    """Newest step before that after which they were equal, or whose check found nothing; None if
+    there is none in the session."""
     unit: str
     """First unit whose replicas differed."""
     units: int = 1
@@ -128,7 +138,7 @@ def bounded_divergence(found: Divergence) -> Divergence | None:
         and 1 <= found.units <= RANK_MAX
         and (1 if found.proof.is_of_executions else 2) <= len(found.ranks) <= RANKS_MAX
         and len(found.wrong) <= RANKS_MAX
-        and (found.proof.names == bool(found.wrong) or found.proof is Proof.REEXECUTED)
+        and (found.proof.names == bool(found.wrong) or found.proof.may_name)
         and all(0 <= rank <= RANK_MAX for rank in (*found.ranks, *found.wrong))
         and all(0 <= digest <= DIGEST_MAX for digest in digests)
         and len(found.history) <= HISTORY_MAX

@@ -3,11 +3,12 @@
 A computation that is repeated gives the same bytes, so executions that differ show that something
 went wrong in one of them. Of three, the two that agree were right. But most ranks then differ,
 because they have received what was computed wrongly elsewhere. So each execution records what its
-rank gave to each communication with other ranks. A rank whose first difference comes after it took
-part in a communication to which another rank had given other bytes may have got it from there. A
-rank whose first difference comes before any of these has made it itself, or a sum was wrong that
-other ranks add up for it: the members of a group add up each other's parts, and only what they give
-is recorded. So a rank is named only if it has received no sum before.
+rank gave to each communication with other ranks, and the sums that it took from them. A rank whose
+first difference comes after it took part in a communication to which another rank had given other
+bytes may have got it from there. A rank whose first difference comes before any of these has made
+it itself, or took a wrong sum: the members of a group add up each other's parts, so the wrong one
+may be another rank. So a rank is named only if each sum that it took before is known, and had the
+same bytes in both executions.
 
 Digests are equal or they are not: there is no tolerance. They come from the ranks of one job, which
 conclude the same from the same digests. Pure.
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 
 import xxhash
 from msgspec import Struct, json
+from msgspec.structs import replace
 
 GIVEN_MAX = 50_000
 """Communications of one execution that are recorded."""
@@ -47,10 +49,18 @@ class Execution(Struct, frozen=True, kw_only=True):
     """Unit → digest of the rank's part of its gradients."""
     whole: bool = True
     """Whether each communication is recorded."""
+    taken: dict[int, int] = {}
+    """Number of a communication in `given`, from 0 on → digest of the sum that the rank took from
+    it, where that is known."""
+
+    @property
+    def made(self) -> Execution:
+        """What the rank made itself. Whatever it took comes from what all ranks made."""
+        return replace(self, taken={})
 
     def digest(self) -> int:
-        """Digest of all of it."""
-        return xxhash.xxh3_64_intdigest(json.encode(self))
+        """Digest of what the rank made."""
+        return xxhash.xxh3_64_intdigest(json.encode(self.made))
 
 
 class Difference(Struct, frozen=True, kw_only=True):
@@ -63,7 +73,7 @@ class Difference(Struct, frozen=True, kw_only=True):
     before: dict[str, int] = {}
     """Group → number of its communications before the first difference."""
     has_sums: bool = False
-    """Whether it received sums before its first difference."""
+    """Whether it took sums before its first difference that had other bytes, or unknown ones."""
     whole: bool = True
     """Whether each communication is in these numbers."""
     unit: str = ""
@@ -97,7 +107,7 @@ def odd_one(digests: Sequence[Sequence[int]]) -> tuple[int, int] | None:
 
 def difference(odd: Execution, right: Execution) -> Difference:
     """Compare two executions of one rank."""
-    if odd == right:
+    if odd.made == right.made:
         return Difference(whole=odd.whole)
     at = _first_difference(odd, right)
     before: dict[str, int] = {}
@@ -112,7 +122,10 @@ def difference(odd: Execution, right: Execution) -> Difference:
         differs=True,
         first_other=first_other if bounded else {},
         before=before if bounded else {},
-        has_sums=any(each.sums for each in odd.given[:at]),
+        has_sums=any(
+            each.sums and (odd.taken.get(n) is None or odd.taken[n] != right.taken.get(n))
+            for n, each in enumerate(odd.given[:at])
+        ),
         whole=bounded and odd.whole and right.whole,
         unit=next((u for u in units if odd.gradients.get(u) != right.gradients.get(u)), ""),
     )

@@ -24,6 +24,12 @@ from holdfast_core.last_lines import secrets_among
 
 _POLICY = msgspec.json.Decoder(PolicySpec)
 _ELASTIC = msgspec.json.Decoder(ElasticVariable)
+_NUMERIC = (
+    *("CUBLAS", "CUDNN", "NVIDIA_TF32", "ROCBLAS", "HIPBLAS", "MIOPEN"),
+    *("MKL_", "DNNL_", "ONEDNN_", "OPENBLAS_", "ATEN_", "TORCH_BLAS", "TORCH_CUDNN"),
+    *("TORCH_LINEAR", "TORCH_ALLOW_TF32", "DISABLE_ADDMM"),
+)
+"""Beginnings of the names of variables that change the bits of products of matrices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +114,11 @@ def read_local_rank() -> int:
 def read_secrets() -> tuple[str, ...]:
     """Return the values of this process's environment that must not be shown."""
     return secrets_among(os.environ)
+
+
+def read_numeric_variables() -> dict[str, str]:
+    """Return the variables on which the libraries of matrix products make their bits depend."""
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(_NUMERIC)}
 
 
 def read_preload() -> tuple[str, ...]:

@@ -37,9 +37,10 @@ class JobSettings:
     snapshot has, with RAIM6 or two replicas for twice as many. Needs the policy Full. None takes
     the job's `redundancy.mirrorReplicas`, through `HOLDFAST_MIRROR_REPLICAS`, or False."""
     repeat_steps_share: float | None = None
-    """The part of the training time in which steps are executed again. To find ranks that compute
-    wrongly where no replica shows it: now and then, all ranks compute the gradients of a step
-    twice, and a third time if they differ. Training goes on with what two executions agree on.
-    Needs a loop of session.steps with world=, the policy Full, and training that is deterministic.
-    0: never. None takes the job's `failurePolicy.repeatStepsShare`, through
-    `HOLDFAST_REPEAT_STEPS_SHARE`, or 0.0."""
+    """The part of the training time in which steps are checked. To find ranks that compute wrongly
+    where no replica shows it: now and then, all ranks compute the gradients of a step twice, and a
+    third time if they differ. Training goes on with what two executions agree on. Besides, other
+    ranks of the same kind repeat some operations of that step, and the optimizer's step of some
+    parameters, which finds a device that is wrong each time. Needs a loop of session.steps with
+    world=, the policy Full, and training that is deterministic. 0: never. None takes the job's
+    `failurePolicy.repeatStepsShare`, through `HOLDFAST_REPEAT_STEPS_SHARE`, or 0.0."""

@@ -356,12 +356,14 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=0.5,
-            description="the part of the training time in which steps are executed again",
+            description="the part of the training time in which steps are checked",
             examples=[0.01],
             extra={
                 "more": "To find ranks that compute wrongly where no replica shows it: now and "
                 "then, all ranks compute the gradients of a step twice, and a third time if they "
-                "differ. Training goes on with what two executions agree on. Needs a loop of "
+                "differ. Training goes on with what two executions agree on. Besides, other ranks "
+                "of the same kind repeat some operations of that step, and the optimizer's step of "
+                "some parameters, which finds a device that is wrong each time. Needs a loop of "
                 "session.steps with world=, the policy Full, and training that is deterministic. "
                 "0: never.",
                 "setting": True,

@@ -391,7 +391,13 @@ class CorruptionStatus(_Part, frozen=True, kw_only=True):
     unit: Annotated[str, Meta(description="the first unit that differed")] | None = None
     step: Annotated[int, Meta(description="the step after which it differed")] | None = None
     equal_step: (
-        Annotated[int, Meta(description="the newest step before that after which all were equal")]
+        Annotated[
+            int,
+            Meta(
+                description="the newest step before that after which all were equal, or whose "
+                "check found nothing"
+            ),
+        ]
         | None
     ) = None
     ranks: (
@@ -415,7 +421,7 @@ class CorruptionStatus(_Part, frozen=True, kw_only=True):
             str,
             Meta(
                 description="how the ranks are known: Majority, Repeated, Reexecuted, Changed, "
-                "None or Undecided",
+                "RepeatedElsewhere, None or Undecided",
                 examples=["Majority"],
             ),
         ]

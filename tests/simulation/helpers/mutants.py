@@ -1325,8 +1325,8 @@ MUTANTS = (
         edits=(
             (
                 f"{RECONCILER}/observe/corruption.py",
-                "last.proof in (Proof.UNDECIDED, Proof.REEXECUTED)",
-                "last.proof in (Proof.UNDECIDED,)",
+                "last.proof is Proof.UNDECIDED or last.proof.may_name",
+                "last.proof is Proof.UNDECIDED",
             ),
         ),
         test="operator_side/reconciler/test_corruption.py",
@@ -1336,11 +1336,33 @@ MUTANTS = (
         edits=(
             (
                 f"{ELASTIC}/step_checks.py",
-                "(executions < EXECUTIONS and not all(e.equal for e in stated))",
+                "(compared < EXECUTIONS and unequal)",
                 "False",
             ),
         ),
         test="sdk/elastic/test_step_checks.py",
+    ),
+    Mutant(
+        name="name a rank although a third one contradicts neither",
+        edits=(
+            (
+                "core/holdfast_core/repeated_work.py",
+                "elif third is not None and third == own[one.owner][one.sample]:",
+                "elif third is not None:",
+            ),
+        ),
+        test="core/test_repeated_work.py",
+    ),
+    Mutant(
+        name="compare the work of ranks of different kinds",
+        edits=(
+            (
+                "core/holdfast_core/repeated_work.py",
+                "found.setdefault(kind, []).append(rank)",
+                "found.setdefault(0, []).append(rank)",
+            ),
+        ),
+        test="core/test_repeated_work.py",
     ),
 )
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from msgspec import json
+from msgspec.structs import replace
 
 from holdfast_core.reexecution import (
     GROUPS_MAX,
@@ -135,6 +136,27 @@ def test_a_rank_that_got_a_wrong_sum_is_not_named() -> None:
     right = [execution(("0", rank, True), a=1) for rank in range(3)]
     wrong = [*right[:2], execution(("0", 2, True), a=2)]
     assert compare(wrong, right) == Judgement(origins=(2,), unit="a")
+
+
+@pytest.mark.parametrize(
+    ("odd", "right", "wrong"),
+    [({0: 5}, {0: 5}, (2,)), ({0: 5}, {0: 6}, ()), ({}, {0: 5}, ()), ({0: 5}, {}, ())],
+)
+def test_a_rank_is_named_if_the_sums_that_it_took_before_are_known_to_be_right(
+    odd: dict[int, int], right: dict[int, int], wrong: tuple[int, ...]
+) -> None:
+    given = ("0", 2, True)
+    pair = [
+        replace(execution(given, ("0", digest, True), a=digest), taken=taken)
+        for digest, taken in ((9, odd), (1, right))
+    ]
+    others = [execution(given, ("0", 1, True), a=1)] * 2
+    assert compare([*others, pair[0]], [*others, pair[1]]).wrong == wrong
+
+
+def test_what_a_rank_took_makes_no_difference_by_itself() -> None:
+    one, other = (replace(execution(("0", 1, True)), taken={0: taken}) for taken in (1, 2))
+    assert one.digest() == other.digest() and compare([one], [other]) == Judgement()
 
 
 def test_a_rank_that_gave_other_bytes_before_it_got_any_sum_is_named() -> None:

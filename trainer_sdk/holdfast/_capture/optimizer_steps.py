@@ -33,7 +33,7 @@ from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.collect import RandomGenerators
 from holdfast._state.dtensors import is_dtensor, local_of
 from holdfast._state.extras import encode_extras
-from holdfast._state.groups import step_alone
+from holdfast._state.groups import copy_with, step_alone
 from holdfast._state.nested import with_nested
 from holdfast._state.room import room_like
 from holdfast_core.errors import InvalidJobError, SnapshotSkippedError
@@ -420,15 +420,8 @@ def _trial(
         key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         for key, value in optimizer.state[live].items()
     }
-    one = object.__new__(type(optimizer))
-    one.__dict__.update(optimizer.__dict__)  # a copy of an optimizer has no other attributes
-    one.state = defaultdict(dict, {parameter: state})
-    one.param_groups = [
-        {
-            **{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()},
-            "params": [parameter],
-        }
-    ]
+    own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
+    one = copy_with(optimizer, own, parameter, state)
     return _Trial(
         name=name,
         optimizer=one,

@@ -126,19 +126,6 @@ class HeldState:
     state. Until it has reached these it counts as a rank whose state is lost."""
 
 
-def _why_not_repeated(*, votes: bool) -> str:
-    """Why the steps of this process are not executed again."""
-    if not votes:
-        return (
-            "no step is executed again, because this process takes no votes: it needs a daemon, "
-            "go_on_live, and optimizers of torch"
-        )
-    return (
-        "no step is executed again: experts in seats have copies, which are compared, and stages "
-        "of elastic.Pipeline cannot put back what they have sent"
-    )
-
-
 class StepBody:
     """The body of one step while it runs."""
 
@@ -259,10 +246,20 @@ class ElasticSession(Session):
         self._optimizers, self._timeout_s = tuple(optimizers), exchange_timeout_s
         self._checks = None
         """The checks of steps; None where none is executed again."""
-        if repeat_share and votes and pipeline is None and reseats is None:
-            self._checks = StepChecks(repeat_share)
+        if repeat_share and votes:
+            executes_again = pipeline is None and reseats is None
+            self._checks = StepChecks(repeat_share, executes_again=executes_again)
+            if not executes_again:
+                _log.info(
+                    "repeat_steps_share: no step is executed again, because experts in seats and "
+                    "stages of elastic.Pipeline cannot put back what they have sent; other ranks "
+                    "repeat samples of their work"
+                )
         elif repeat_share:
-            _log.warning("repeat_steps_share: %s", _why_not_repeated(votes=votes))
+            _log.warning(
+                "repeat_steps_share: no step is checked, because this process takes no votes: it "
+                "needs a daemon, go_on_live, and optimizers of torch"
+            )
         self._begun, self._model = begun, model
         self._votes = votes and (world.stays or self._checks is not None)
         self._pipeline = pipeline
@@ -880,6 +877,8 @@ class ElasticSession(Session):
         if not problems and self._session.end_replay(plan.target, repeated_after):
             self._held = HeldState(plan.target)
             self._note_repeated(plan.target)
+            if self._checks is not None:
+                self._checks.restart(plan.target)
             return plan.target
         # Some state differs: restore on all ranks, with new sessions in the same world.
         self._session.close()

@@ -1,4 +1,4 @@
-"""Now and then, compute the gradients of one step twice, to find a rank that computes wrongly.
+"""Now and then, check one step, to find a rank that computes wrongly.
 
 Shards have no replica with which to compare them. But a forward and a backward pass change nothing
 that could not be put back (`step_start`), so a step can be cut off before its optimizer changes
@@ -7,6 +7,9 @@ run it a third time: what two executions agree on is right, and training goes on
 rank was wrong follows from what the ranks gave to each other (`holdfast_core.reexecution`).
 
 All ranks execute a step again for the same reasons, which they exchange, and no rank does so alone.
+
+A device that is wrong in the same way each time agrees with itself. So other ranks repeat samples
+of the step as well (`repeated_work`), also where the step itself cannot be executed again.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +31,7 @@ import xxhash
 from holdfast._agree.exchange import Exchange
 from holdfast._digests import digest_of
 from holdfast._elastic.recording import Recorder
+from holdfast._elastic.repeated_work import Comparison, RepeatedWork
 from holdfast._elastic.step_start import StepStart
 from holdfast._session.interface import TrainingState
 from holdfast._state.dtensors import local_of
@@ -93,18 +97,30 @@ class StepChecks:
 
     Args:
         share: part of the training time to spend on it, above 0. Equal on all ranks.
+        executes_again: whether a step can be executed again. If not, only its state, and samples of
+            its work, are checked. Equal on all ranks.
     """
 
-    def __init__(self, share: float) -> None:
-        self._share = share
+    def __init__(self, share: float, *, executes_again: bool = True) -> None:
+        self._share, self._executes_again = share, executes_again
         self._due: int | None = None
         """Step to check next; None if none is."""
         self._clean = 0
-        """Checked steps since the recovery that were alike in both executions."""
+        """Checked steps since the recovery in which nothing was found."""
+        self._clean_step: int | None = None
+        """The newest of them."""
+        self._left_out = 0
+        """First executions of a step that are not compared, because they are never like the later
+        ones."""
         self._origins: tuple[int, ...] = ()
         """Ranks in which the difference began that was found since then; empty before one."""
         self._passed_over = 0
         """Steps in a row that were to be checked, in which no optimizer stepped."""
+        self._work = RepeatedWork()
+        self._repeats_elsewhere = True
+        """Whether ranks still repeat each other's work in this world."""
+        self._reported: set[tuple[int, ...]] = set()
+        """Ranks that were found wrong in each other's work since the recovery."""
         self._plain_s = deque[float](maxlen=_TIMED_STEPS)
         """Times of the newest steps that were not checked."""
         self._recorder: Recorder | None = None
@@ -125,11 +141,16 @@ class StepChecks:
         return max(WARM_UP_STEPS, math.ceil(1 / self._share))
 
     def restart(self, step: int) -> None:
-        """Check a step some time after `step`, to which all ranks have come by a recovery."""
+        """Check a step some time after `step`, to which all ranks have come by a recovery. All of
+        them call this, also those that have kept their state."""
         self.stop()
         self._forget()
         self._due = step + self._pause
         self._clean, self._origins, self._passed_over = 0, (), 0
+        self._clean_step, self._left_out = None, 0
+        self._work = RepeatedWork()  # which counts its checks, equally on all ranks
+        self._repeats_elsewhere = True
+        self._reported.clear()
 
     @property
     def records(self) -> bool:
@@ -179,7 +200,8 @@ class StepChecks:
         self._began_s = time.monotonic()
         self._first_s = self._first_s or self._began_s
         self._starts.append(start)
-        recorder = Recorder()
+        keeps = bool(self._executions) or not self._executes_again
+        recorder = Recorder(self._work.begin(keeps=keeps))
         recorder.begin()
         self._recorder = recorder
 
@@ -205,6 +227,7 @@ class StepChecks:
         return finding
 
     def _forget(self) -> None:
+        self._work.drop()
         self._executions.clear()
         self._starts.clear()
         self._step, self._first_s = 0, 0.0
@@ -232,24 +255,69 @@ class StepChecks:
             self._find_changed(step, changed)
             self._conclude(step, stated[0])
             return False
-        if executions == 1 or (executions < EXECUTIONS and not all(e.equal for e in stated)):
-            return True
-        if executions == EXECUTIONS:
-            self._judge(step, exchange, stated)
-        else:
-            self._clean += 1
-        self._conclude(step, stated[0])
+        compared = executions - self._left_out
+        if self._executes_again:
+            unequal = not all(each.equal for each in stated)
+            if compared < 2 or (compared < EXECUTIONS and unequal):
+                return True
+            if compared == EXECUTIONS:
+                self._judge(step, exchange, stated)
+        work: Comparison | None = None
+        if self._finding is None and self._repeats_elsewhere and len(stated) > 1:
+            work = self._compare_work(step, exchange, holds, optimizers, stated)
+        if self._finding is None and not (work and work.verdict.candidates):
+            self._clean, self._clean_step = self._clean + 1, step
+        self._conclude(step, stated[0], work.cost_s if work else 0.0)
         return False
 
-    def _conclude(self, step: int, first: _Statement) -> None:
+    def _compare_work(
+        self,
+        step: int,
+        exchange: Exchange,
+        holds: TrainingState,
+        optimizers: Iterable[Any],
+        stated: Sequence[_Statement],
+    ) -> Comparison:
+        """Let other ranks repeat samples of the step, and conclude from that. Collective."""
+        units = _unit_finder(holds)
+        found = self._work.compare(exchange, holds.rank, [*optimizers], units)
+        verdict = found.verdict
+        if verdict.different:
+            self._repeats_elsewhere = False
+            _log.warning(
+                "ranks do not repeat each other's work any more: ranks %s get other bytes than "
+                "others of the same kind, which one fault does not explain; their devices or "
+                "libraries may be different (first difference: %s)",
+                list(verdict.different),
+                found.text,
+            )
+            return found
+        if not verdict.candidates or verdict.candidates in self._reported:
+            return found
+        self._reported.add(verdict.candidates)
+        _log.error(
+            "step %d: %s computes wrongly: %s gave other bytes on another rank of the same kind, "
+            "and the same each time",
+            step,
+            f"rank {verdict.wrong[0]}"
+            if verdict.wrong
+            else f"one of ranks {list(verdict.candidates)}",
+            found.text,
+        )
+        unit = found.unit or stated[verdict.candidates[0]].unit
+        self._report(step, Proof.ELSEWHERE, verdict.candidates, wrong=verdict.wrong, unit=unit)
+        return found
+
+    def _conclude(self, step: int, first: _Statement, more_s: float = 0.0) -> None:
         """End the check of `step`, and choose the next one.
 
         Args:
             first: what rank 0 has stated, so that all ranks choose the same.
+            more_s: time that the check has taken since then, equal on all ranks.
         """
         self._forget()
         if self._due is not None:
-            cost_s = max(first.cost_s - first.step_s, 0.0) / self._share
+            cost_s = max(first.cost_s + more_s - first.step_s, 0.0) / self._share
             self._due = step + max(1, math.ceil(cost_s / max(first.step_s, 1e-6)))
 
     def _state(self, holds: TrainingState, optimizers: Iterable[Any], ended_s: float) -> _Statement:
@@ -265,13 +333,17 @@ class StepChecks:
             changed = changed or self._starts[0].first_changed_until(self._starts[-1]) or ""
             is_written = self._starts[-1].was_written()
             unit = units.get(changed, unit)
+            recorder.complete()
+            self._work.end(recorder.operations)
             execution = Execution(
                 given=tuple(recorder.given),
-                gradients=_digest_gradients(optimizers, holds, units),
+                gradients=_digest_gradients(optimizers, holds) if self._executes_again else {},
                 whole=recorder.whole,
+                taken=recorder.taken,
             )
             self._executions.append(execution)
-            equal = execution == self._executions[0]
+            first = self._executions[: self._left_out + 1][-1]
+            equal = execution.made == first.made
         except Exception as error:  # torch may raise anything, and training has to go on
             problem = f"{type(error).__name__}: {error}"
             self._executions.append(Execution())
@@ -310,21 +382,28 @@ class StepChecks:
 
     def _judge(self, step: int, exchange: Exchange, stated: list[_Statement]) -> None:
         """Conclude from three executions that are not all equal. Collective."""
-        own = msgspec.json.encode([each.digest() for each in self._executions])
+        executions = self._executions[self._left_out :]
+        own = msgspec.json.encode([each.digest() for each in executions])
         digests = [_DIGESTS.decode(text) for text in exchange.gather(own)]
         pair = odd_one(digests)
         if pair is None:
             differing = [rank for rank, (_, two, three) in enumerate(digests) if two != three]
             self._find_unrepeatable(step, differing, stated[differing[0]].unit)
             return
-        odd, right = (self._executions[at] for at in pair)
+        odd, right = (executions[at] for at in pair)
         texts = exchange.gather(msgspec.json.encode(difference(odd, right)))
         found = judge([_DIFFERENCE.decode(text) for text in texts])
         before, self._origins = self._origins, found.origins
         unit = found.unit or stated[found.origins[0]].unit
-        # Programs do some things once, and then it is no fault that all ranks differ. Faults are
-        # rare: if another rank differs soon after, the training is the cause.
+        # Programs do some things once, and then it is no fault that all ranks differ. Some do them
+        # whenever their loop is entered again: then the first execution is like no other one, and
+        # the later ones are compared.
         is_once = not self._clean and 1 < len(found.origins) == len(stated)
+        if is_once and pair[0] == 0 and not self._left_out:
+            self._left_out, self._origins = 1, before
+            _log.info("the first execution of a step is not compared: on no rank is it like others")
+            return
+        # Faults are rare: if another rank differs soon after, the training is the cause.
         if is_once or before not in ((), found.origins):
             self._find_unrepeatable(step, found.origins, unit)
             return
@@ -361,6 +440,7 @@ class StepChecks:
     ) -> None:
         divergence = Divergence(
             step=step,
+            equal_step=self._clean_step,
             unit=unit,
             ranks=tuple(ranks)[:RANKS_MAX],
             wrong=tuple(wrong),
@@ -377,16 +457,21 @@ def _units_of(holds: TrainingState) -> dict[str, str]:
     return {source.name: str(source.unit) for source in holds.live.sources()}
 
 
-def _digest_gradients(
-    optimizers: Iterable[Any], holds: TrainingState, units: Mapping[str, str]
-) -> dict[str, int]:
-    """Digest the gradients that the optimizers are about to apply, by the unit of their parameter
-    where that is known."""
+def _unit_finder(holds: TrainingState) -> Callable[[torch.Tensor], str]:
+    """A function that returns the unit of a parameter; empty if that is not known."""
+    units = _units_of(holds)
     of_address = {
         source.tensor.data_ptr(): units[source.name]
         for source in holds.live.sources()
         if source.role in _OF_PARAMETERS and source.tensor.numel()
     }
+    return lambda parameter: of_address.get(local_of(parameter.detach()).data_ptr(), "")
+
+
+def _digest_gradients(optimizers: Iterable[Any], holds: TrainingState) -> dict[str, int]:
+    """Digest the gradients that the optimizers are about to apply, by the unit of their parameter
+    where that is known."""
+    unit_of = _unit_finder(holds)
     digests = dict[str, Any]()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -394,7 +479,6 @@ def _digest_gradients(
                 gradient = parameter.grad
                 if gradient is None or not isinstance(gradient, torch.Tensor):
                     continue
-                unit = of_address.get(local_of(parameter.detach()).data_ptr(), "")
-                digest = digests.setdefault(unit, xxhash.xxh3_64())
+                digest = digests.setdefault(unit_of(parameter), xxhash.xxh3_64())
                 digest.update(digest_of([local_of(gradient.detach())]).to_bytes(8, "little"))
     return {unit: digest.intdigest() for unit, digest in digests.items()}

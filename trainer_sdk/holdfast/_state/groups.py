@@ -10,6 +10,7 @@ find it.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -172,6 +173,18 @@ def _give(
     for state in (one.state for one in with_nested(optimizer)):
         for parameter in [p for p in state if id(p) not in kept]:
             del state[parameter]
+
+
+def copy_with(
+    optimizer: Any, group: Mapping[str, Any], parameter: torch.Tensor, state: dict[Any, Any]
+) -> Any:
+    """Copy a torch optimizer, whose copy has `parameter` alone, with its `state` and the
+    hyperparameters of `group`."""
+    one = object.__new__(type(optimizer))
+    one.__dict__.update(optimizer.__dict__)  # a copy of an optimizer has no other attributes
+    one.state = defaultdict(dict, {parameter: state})
+    one.param_groups = [{**group, "params": [parameter]}]
+    return one
 
 
 def step_alone(optimizer: Any) -> None:

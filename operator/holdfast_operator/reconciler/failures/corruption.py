@@ -54,7 +54,7 @@ def note_corruption(
         corruptions=state.corruptions + is_new,
         repeats_corruption=state.repeats_corruption and not is_new,
     )
-    leaves = found.proof is Proof.REEXECUTED and bool(last.node)
+    leaves = found.proof.may_name and bool(last.node)
     if leaves and may_leave(observation.job, state, observation.now):
         nodes = state.corrupt_nodes | {last.node}
         state = replace(state, corrupt_nodes=nodes, corruption_left_at=observation.now)
@@ -81,8 +81,10 @@ def _what_follows(observation: Observation, state: ControlState, membership: Mem
         if last.proof is Proof.REPEATED:
             return "all ranks go back to the newest generation"
         return "all ranks go back to the newest generation, which is from before that"
-    if last.proof is Proof.REEXECUTED:
+    if last.proof.may_name:
         goes_on = "training goes on with what two executions agree on"
+        if last.proof is Proof.ELSEWHERE:
+            goes_on = "training goes on, and keeps what was computed wrongly since then"
         if last.node in state.corrupt_nodes:
             return f"{goes_on}, and the member moves once a generation is protected"
         return goes_on

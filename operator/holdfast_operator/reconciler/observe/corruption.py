@@ -74,27 +74,44 @@ def _in_words(
     if found.units > 1:
         unit += f" and {format_count(found.units - 1, 'more unit')}"
     who = listed(_place(membership, rank) for rank in sorted(ranks))
-    last = "they are not known to have been equal in this epoch"
+    last, steps = "they are not known to have been equal in this epoch", ""
     if found.equal_step is not None:
         steps = format_count(found.step - found.equal_step, "step")
         last = f"they were equal after step {found.equal_step}, {steps} before"
     subject = who if known else f"one of {who}"
+    if found.proof.is_of_executions:
+        last = "no check in this epoch found nothing before"
+        if found.equal_step is not None:
+            last = (
+                f"the last check that found nothing was in step {found.equal_step}, {steps} before"
+            )
+    if found.proof is Proof.ELSEWHERE:
+        same = "for the same sample of work, one operation or an optimizer's step of one parameter"
+        if known:
+            return (
+                f"{who} computes wrongly: in step {found.step} it got other bytes than two ranks "
+                f"of the same kind {same}, and the same each time; {last}"
+            )
+        return (
+            f"{subject} computes wrongly: in step {found.step} they got different bytes {same}, "
+            f"and the same each time, and no third rank of their kind could decide; {last}"
+        )
     if found.proof is Proof.REEXECUTED:
         what = (
             f"gradients of {unit} in step {found.step}: all ranks computed them three times, two "
             f"of which were equal on every rank, and in the third the difference began there"
         )
         if known:
-            return f"{who} computed wrong {what}"
+            return f"{who} computed wrong {what}; {last}"
         return (
             f"{who} had wrong {what}, or in a sum that other ranks had added up, or it was "
-            f"received in a way that is not recorded"
+            f"received in a way that is not recorded; {last}"
         )
     if found.proof is Proof.CHANGED:
         return (
             f"{subject} has wrong bytes of {unit}: they changed in step {found.step} before its "
             f"optimizer, which they had not done in steps that were checked earlier; wrong "
-            f"gradients have reached all ranks"
+            f"gradients have reached all ranks; {last}"
         )
     if found.proof is Proof.UNREPEATABLE:
         return (
@@ -152,8 +169,9 @@ def to_undo(
     if last.proof is Proof.REPEATED:
         may_move = state.repeats_corruption or not is_paused
         return last if may_move and last.member is not None else None
-    # What was executed again in place left nothing wrong behind.
-    nothing = last.proof in (Proof.UNDECIDED, Proof.REEXECUTED)
+    # What was executed again in place left nothing wrong behind. A device that is wrong each time
+    # may have been so when the newest generation was captured.
+    nothing = last.proof is Proof.UNDECIDED or last.proof.may_name
     if nothing or is_paused or is_over(last, state):
         return None
     return last

@@ -451,6 +451,7 @@ def test_equal_replicas_raise_no_alarm() -> None:
 
 COMPUTED = Divergence(
     step=41,
+    equal_step=31,
     unit="layer2/dense",
     ranks=(2,),
     wrong=(2,),
@@ -458,6 +459,7 @@ COMPUTED = Divergence(
     compared_all=True,
 )
 CHANGED = replace(COMPUTED, proof=Proof.CHANGED)
+ELSEWHERE = replace(COMPUTED, proof=Proof.ELSEWHERE)
 UNREPEATABLE = replace(COMPUTED, ranks=(0, 1, 2, 3), wrong=(), proof=Proof.UNREPEATABLE)
 
 
@@ -469,7 +471,8 @@ def test_a_rank_that_computed_wrongly_once_is_named_and_nobody_goes_back() -> No
     assert text == (
         "rank 2 of member 2 on n2 computed wrong gradients of layer2/dense in step 41: all ranks "
         "computed them three times, two of which were equal on every rank, and in the third the "
-        "difference began there; training goes on with what two executions agree on"
+        "difference began there; the last check that found nothing was in step 31, 10 steps "
+        "before; training goes on with what two executions agree on"
     )
     assert kinds(world) == {"n2": ["Corruption"]} and world.membership.epoch == 1
     resume(world)
@@ -489,6 +492,40 @@ def test_its_member_moves_after_a_generation_is_protected_and_one_does_in_a_day(
     resume(world, 100)
     assert world.membership.epoch == 2, "a second node within the day stays"
     assert world.messages("Corruption")[-1].endswith("what two executions agree on")
+
+
+@pytest.mark.parametrize("policy", ["Report", "Replace"])
+def test_a_device_that_is_wrong_each_time_is_named_and_nobody_goes_back(policy: str) -> None:
+    """The newest generation may be wrong, too."""
+    world = job_that(policy)
+    for _ in range(3):
+        conclude(world, ELSEWHERE)
+    (text,) = world.messages("Corruption")
+    assert text.startswith(
+        "rank 2 of member 2 on n2 computes wrongly: in step 41 it got other bytes than two ranks "
+        "of the same kind for the same sample of work, one operation or an optimizer's step of one "
+        "parameter, and the same each time; the last check that found nothing was in step 31, 10 "
+        "steps before; training goes on, and keeps what was computed wrongly since then"
+    )
+    assert kinds(world) == {"n2": ["Corruption"]} and world.membership.epoch == 1
+    resume(world)
+    moved = policy == "Replace"
+    assert world.membership.epoch == 1 + moved
+    assert world.nodes_of_members() == ["n0", "n1", "n4" if moved else "n2", "n3"]
+
+
+def test_of_two_devices_that_differ_each_time_neither_is_blamed() -> None:
+    world = job_that()
+    conclude(world, replace(ELSEWHERE, equal_step=None, ranks=(0, 1), wrong=()))
+    (text,) = world.messages("Corruption")
+    assert text.startswith(
+        "one of rank 0 of member 0 on n0, rank 1 of member 1 on n1 computes wrongly: in step 41 "
+        "they got different bytes"
+    )
+    assert "no third rank of their kind could decide" in text
+    assert "no check in this epoch found nothing before" in text
+    resume(world)
+    assert kinds(world) == {} and world.membership.epoch == 1
 
 
 def test_memory_that_changed_is_undone_as_other_wrong_bytes_are() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 
 from holdfast._elastic.recording import Recorder
+from holdfast._elastic.work_samples import Operations
 
 
 @torch.library.custom_op("holdfast_test::opaque", mutates_args=())
@@ -34,7 +35,7 @@ def multiply(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def record_of(work: Callable[[torch.Tensor], torch.Tensor]) -> Recorder:
-    recorder = Recorder()
+    recorder = Recorder(Operations({}))
     recorder.begin()
     try:
         work(torch.ones(16))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,8 @@ from holdfast_core.corruption import Divergence
 from holdfast_core.topology import Topology
 
 WAIT_S = 30.0
-SHARE = 0.5
+SHARE = 50.0
+"""More than jobs may ask for, so that the second check follows soon, whatever the machine does."""
 FIRST = 10
 """Step that is checked first. When the others are depends on the time that this takes."""
 
@@ -57,8 +60,13 @@ class Job:
     """What is trained, and what goes wrong."""
 
     kind: str
-    """`fsdp`, `tp`, `ddp` or `messages`."""
+    """`fsdp`, `tp`, `ddp`, `messages`, or `wrapped anew`: by another DistributedDataParallel
+    whenever the loop is entered again."""
     fault: Fault | None = None
+    wrong: tuple[int, str] = (0, "")
+    """Rank, and an operation that its device computes wrongly each time."""
+    staged: bool = False
+    """Whether the ranks are stages of a pipeline, which cannot execute a step again."""
     noise: bool = False
     """Whether training is not deterministic."""
     writes: bool = False
@@ -68,8 +76,8 @@ class Job:
     """Whether a GradScaler is used."""
     gathers: int = 1
     """Steps over which gradients add up."""
-    steps: int = 80
-    """So many that the second check is over, whatever the machine does meanwhile."""
+    steps: int = 20
+    """So many that the second check is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,16 +132,39 @@ class _World:
         return False
 
 
+class _Log:
+    """The part of a pipeline's log that a session uses."""
+
+    keeps_received = False
+
+    def drop_to(self, step: int) -> None: ...
+
+    def restart(self, step: int) -> None: ...
+
+
+class _Stages:
+    """The part of `Pipeline` that a session uses."""
+
+    log = _Log()
+    idle: Any = None
+
+    def begin(self, step: int) -> None: ...
+
+    def complete(self, step: int) -> None: ...
+
+
 class _Pair(nn.Module):
     """Two linear layers, between which a test can flip a bit."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8, elementwise_affine=False)
         self.between: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(self.between(nn.functional.gelu(self.first(batch))))
+        hidden = self.norm(nn.functional.gelu(self.first(batch)))
+        out: torch.Tensor = self.second(self.between(hidden))
         return out
 
 
@@ -166,6 +197,54 @@ def _flip(tensor: torch.Tensor) -> None:
     local.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 22)
 
 
+def _multiply(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.bmm(one[None], other[None])[0]  # type: ignore[no-any-return]
+
+
+def _add_quotient(
+    to: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *, value: float = 1.0
+) -> torch.Tensor:
+    return to.add_(one.div(other), alpha=value)
+
+
+def _normalize(
+    of: torch.Tensor, shape: Any, weight: Any, bias: Any, eps: float
+) -> tuple[torch.Tensor, ...]:
+    del shape, weight, bias
+    variance, mean = torch.var_mean(of, -1, correction=0, keepdim=True)
+    factor = (variance + eps).rsqrt()
+    return (of - mean) * factor, mean, factor
+
+
+_WRONG: dict[str, Callable[..., Any]] = {
+    "mm": _multiply,
+    "addcdiv_": _add_quotient,
+    "native_layer_norm": _normalize,
+}
+
+
+@contextmanager
+def _wrong_device(operation: str) -> Iterator[None]:
+    """Within it, the first number that `operation` gives has a wrong bit each time."""
+    if not operation:
+        yield
+        return
+
+    def compute(*args: Any, **named: Any) -> Any:
+        result = _WRONG[operation](*args, **named)
+        _flip(result[0] if isinstance(result, tuple) else result)
+        return result
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of what replaces its own
+        library = torch.library.Library("aten", "IMPL")
+        library.impl(operation, compute, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
 def _make(job: Job) -> tuple[_Pair, nn.Module, Topology]:
     torch.manual_seed(0)
     pair, ranks = _Pair(), dist.get_world_size()
@@ -179,6 +258,11 @@ def _make(job: Job) -> tuple[_Pair, nn.Module, Topology]:
         return pair, pair, Topology(dp=1, tp=ranks)
     if job.kind == "ddp":
         return pair, DistributedDataParallel(pair), Topology(dp=ranks)
+    if job.kind == "wrapped anew":
+        # The first buckets are in the reverse order of parameters, and later ones in that of
+        # gradients.
+        pair._modules = {name: pair._modules[name] for name in ("norm", "second", "first")}
+        return pair, pair, Topology(dp=ranks)
     for parameter in pair.parameters():
         with torch.no_grad():
             parameter.add_(0.01 * dist.get_rank())
@@ -191,6 +275,7 @@ class _Trainer:
     def __init__(self, job: Job, directory: Path) -> None:
         self.job, rank, ranks = job, dist.get_rank(), dist.get_world_size()
         self.pair, self.model, topology = _make(job)
+        self.wrapped = self.model
         self.optimizer = torch.optim.AdamW(self.pair.parameters(), lr=1e-2)
         self.scaler = torch.amp.GradScaler("cpu", enabled=job.scaled)
         self.fault = job.fault if job.fault is not None and job.fault.rank == rank else None
@@ -217,6 +302,7 @@ class _Trainer:
             WAIT_S,
             model=self.model,
             votes=True,
+            pipeline=_Stages() if job.staged else None,  # type: ignore[arg-type]
             repeat_share=job.share,
         )
         inner: Any = self.session._session
@@ -239,7 +325,14 @@ class _Trainer:
 
     def train(self) -> Outcome:
         """Train to the end."""
+        rank, operation = self.job.wrong
+        with _wrong_device(operation if rank == dist.get_rank() else ""):
+            return self._train()
+
+    def _train(self) -> Outcome:
         for step in self.session.steps(self.job.steps, seed=11):
+            if step.resumed and self.job.kind == "wrapped anew":
+                self.wrapped = DistributedDataParallel(self.pair)
             with step:
                 self.executed.append(int(step))
                 where = self._flips(int(step))
@@ -298,7 +391,7 @@ class _Trainer:
             return gradient
 
         self.pair.between = between
-        loss = self.model(batch).square().sum()
+        loss = self.wrapped(batch).square().sum()
         if self.job.noise:
             loss = loss * (1 + 1e-3 * torch.rand((), generator=_unseeded))
         self.scaler.scale(loss).backward()

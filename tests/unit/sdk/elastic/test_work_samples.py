@@ -1,0 +1,240 @@
+"""Samples of work give the same bytes wherever they are performed, and only what may be compared is
+kept."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from holdfast._elastic import work_samples
+from holdfast._elastic.kinds import kind_of_rank
+from holdfast._elastic.recording import Recorder
+from holdfast._elastic.work_samples import (
+    Operations,
+    WorkSample,
+    is_comparable,
+    perform,
+    steps_of_optimizers,
+)
+from holdfast._state.collect import RandomGenerators
+
+aten = torch.ops.aten
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer with a state of its own in an attribute."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-3, momentum=0.9)
+        self.factor = random.random()
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(self.factor)
+        return super().step(closure)
+
+
+class Communicating(torch.optim.SGD):
+    """An optimizer that exchanges something in its step, such as one with sharded states."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                dist.all_reduce(parameter.grad)
+        return super().step(closure)
+
+
+class Attending(nn.Module):
+    """Attention, embeddings, a convolution and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.out = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.norm, self.mix = nn.RMSNorm(8), nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(batch.long().clamp(0, 15))
+        heads = hidden.unflatten(-1, (2, 4)).transpose(1, 2)
+        heads = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        hidden = self.norm(hidden + heads.transpose(1, 2).flatten(-2))
+        hidden = hidden + self.mix(hidden.transpose(1, 2)).transpose(1, 2)
+        out: torch.Tensor = self.out(nn.functional.dropout(hidden, 0.1)).log_softmax(-1)
+        return out
+
+
+class Experts(nn.Module):
+    """Stacked experts in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 16, 24, dtype=torch.bfloat16))
+        self.down = nn.Parameter(torch.randn(4, 24, 16, dtype=torch.bfloat16))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = batch.bfloat16().expand(4, -1, -1).bmm(self.up)
+        return nn.functional.silu(hidden).bmm(self.down)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 16))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "layers": layers,
+    "attention": Attending,
+    "experts": Experts,
+}
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "fused Adam": lambda parameters: torch.optim.Adam(parameters, fused=True),
+    "Adafactor": torch.optim.Adafactor,
+    "Counting": Counting,
+}
+
+
+def work_of(
+    model: nn.Module, optimizer: Any, steps: int
+) -> tuple[set[str], list[WorkSample], list[WorkSample]]:
+    """Names of the operations, samples of them, and of the steps of the optimizer."""
+    listed: dict[object, int] = {}
+    names, kept = set[str](), list[WorkSample]()
+    stepped = list[WorkSample]()
+    for _ in range(steps):
+        operations = Operations(listed)
+        recorder = Recorder(operations)
+        recorder.begin()
+        try:
+            model(torch.rand(4, 16)).square().mean().backward()
+        finally:
+            recorder.end()
+        listed, names = operations.listed, names | operations.names
+        kept += operations.kept
+        stepped += steps_of_optimizers([optimizer], lambda _: "", 1 << 20)
+        optimizer.step()
+        optimizer.zero_grad()
+    return names, kept, stepped
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [*((one, "AdamW") for one in MODELS), *(("layers", o) for o in OPTIMIZERS)],
+)
+def test_samples_give_the_same_bytes_on_a_rank_with_another_state(
+    model: str, optimizer: str
+) -> None:
+    owner, other = MODELS[model](), MODELS[model]()
+    stepping = OPTIMIZERS[optimizer](owner.parameters())
+    names, kept, stepped = work_of(owner, stepping, 4)
+    before = [parameter.detach().clone() for parameter in owner.parameters()]
+    of_other = OPTIMIZERS[optimizer](other.parameters())
+    assert kept and stepped
+    drawn = RandomGenerators.now()
+    for sample in (*kept, *stepped):
+        own = perform(sample.data, names, [stepping])
+        assert own is not None and own == perform(sample.data, names, [of_other]), sample.text
+    for was, parameter in zip(before, owner.parameters(), strict=True):
+        assert torch.equal(was, parameter), "the live state only is read"
+    assert torch.equal(drawn.states["torch"], RandomGenerators.now().states["torch"])
+    assert kind_of_rank() == kind_of_rank()
+
+
+def perform_again(
+    model: str, optimizer: str, names: set[str], samples: list[bytes]
+) -> list[int | None]:
+    """Perform `samples` in another process, whose model and optimizer have other values."""
+    torch.set_num_threads(1)
+    owned = OPTIMIZERS[optimizer](MODELS[model]().parameters())
+    return [perform(sample, names, [owned]) for sample in samples]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_a_thousand_steps_raise_no_alarm() -> None:
+    torch.set_num_threads(1)
+    shapes = [("layers", "AdamW"), ("layers", "Counting"), ("attention", "AdamW")]
+    shapes += [("experts", "Adafactor")]
+    with get_context("spawn").Pool(1) as other:
+        for model, optimizer in shapes:
+            owner = MODELS[model]()
+            stepping = OPTIMIZERS[optimizer](owner.parameters())
+            names, kept, stepped = work_of(owner, stepping, 1000 // len(shapes))
+            samples = [each.data for each in (*kept, *stepped)]
+            again = other.apply(perform_again, (model, optimizer, names, samples))
+            own = [perform(sample, names, [stepping]) for sample in samples]
+            assert None not in own and own == again
+            print(f"{model} with {optimizer}: {len(samples)} samples, no alarm")
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        aten.randn_like.default,
+        aten.native_dropout.default,
+        aten.empty_like.default,
+        aten.convolution.default,
+        aten.embedding_dense_backward.default,
+        aten.index_put.default,
+        aten.cumsum.default,
+        aten.sort.default,
+        aten.transpose.int,
+        aten.uniform.default,
+        torch.ops._c10d_functional.all_reduce.default,
+    ],
+    ids=str,
+)
+def test_what_may_give_other_bits_is_not_compared(operation: Any) -> None:
+    assert not is_comparable(operation)
+
+
+def test_attention_with_dropout_is_not_kept() -> None:
+    heads = torch.rand(1, 2, 4, 8)
+    named = {"dropout_p": 0.5}
+    for given, count in (({}, 1), (named, 0)):
+        operations = Operations({"any": 0})
+        attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+        operations.note(attention, (heads, heads, heads), given)
+        assert len(operations.kept) == count
+
+
+def test_a_rank_performs_only_what_it_executes_itself() -> None:
+    operations = Operations({"any": 0})
+    operations.note(aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2)), {})
+    (sample,) = operations.kept
+    assert perform(sample.data, {"aten.mm.default"}, []) is not None
+    assert perform(sample.data, {"aten.bmm.default"}, []) is None
+    for data in (b"", b"\xff" * 64, sample.data[:-9], sample.data[:40]):
+        assert perform(data, {"aten.mm.default"}, []) is None
+
+
+def test_large_input_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_samples, "BYTES_MAX", 1000)
+    operations = Operations({"any": 0, "other": 1})
+    operations.note(aten.neg.default, (torch.ones(1000),), {})
+    operations.note(aten.neg.default, (torch.ones(1).expand(1000),), {})
+    assert [sample.text for sample in operations.kept] == ["aten.neg.default of [1000]"]
+
+
+@pytest.mark.usefixtures("group")
+def test_an_optimizer_that_communicates_is_not_repeated() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    optimizer = Communicating([parameter], lr=0.1)
+    (sample,) = steps_of_optimizers([optimizer], lambda _: "", 1 << 20)
+    assert perform(sample.data, (), [optimizer]) is None
+    assert perform(sample.data, (), [torch.optim.SGD([parameter], lr=0.1)]) is None
+
+
+@pytest.fixture
+def group(tmp_path: Any) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
