@@ -44,8 +44,8 @@ FAILURES = 3
 """Times that a node fails until another one shall be taken."""
 LEFT_SHARE = 0.1
 """Part of a processor that is left to a rank that is throttled."""
-NARROW, NARROW_RANK = "40mbit", "400kbit"
-"""What a node with a slow link sends, and its rank, whose messages are small."""
+NARROW = "40mbit"
+"""What a node with a slow link sends."""
 PROBING = """
 import sys
 from holdfast_daemon import __main__ as daemon
@@ -142,7 +142,7 @@ async def _throttle(case: Case) -> None:
 async def _narrow(case: Case) -> None:
     node = case.cluster.status.local.node(case.node)
     assert node is not None
-    private_network.slow_down(node.host, NARROW, [case.pid], NARROW_RANK)
+    private_network.slow_down(node.host, NARROW)
 
 
 async def _fail_again(case: Case) -> None:
@@ -261,7 +261,7 @@ CULPRITS = (
     CulpritKind(
         name="narrow_link",
         named=_narrow_links,
-        words="the job waits for the network of",
+        words="links of ",
         done=_narrow,
         of_node=True,
         nodes=RANKS,
