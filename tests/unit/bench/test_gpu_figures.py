@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.gpu import detectors
 from benchmarks.gpu.moe import BYTES_PER_PARAMETER, Model, Training, shape_for
 from benchmarks.gpu.results import Goal, Results, in_turn
+from gpu.steps import STEPS
 
 ROOT = Path(__file__).parents[3]
 WITHIN_S = 100.0
@@ -140,3 +142,9 @@ def test_the_model_is_as_large_as_asked_for_and_trains() -> None:
         training.step()
     assert not any(torch.equal(now, was) for now, was in zip(masters, before, strict=True))
     assert all(bool(p.isfinite().all()) for p in training.model.parameters())
+
+
+def test_there_is_time_for_the_figure_of_the_detectors() -> None:
+    (step,) = (step for step in STEPS if step.path == "benchmarks/gpu/detectors.py")
+    assert detectors.IMPORTS_S + detectors.needed_s(detectors.SIZE) <= detectors.LIMIT_S
+    assert step.limit_s > detectors.LIMIT_S
