@@ -110,6 +110,7 @@ ALARMS = {
     EventReason.CORRUPTION,
     EventReason.REPLICAS_DIVERGED,
     EventReason.STEPS_NOT_REPEATED,
+    EventReason.NODE_AVOIDED,
 }
 """Events of detectors: each of them is a false alarm."""
 
