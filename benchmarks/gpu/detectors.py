@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks import detectors
 from benchmarks.gpu.results import Goal, Results, run
+from holdfast_core.errors import HoldfastError
 
 LIMIT_S = 170.0
 IMPORTS_S, START_S = 30.0, 60.0
@@ -43,7 +44,7 @@ def measure(results: Results) -> None:
 
     def take_turns() -> None:
         with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as folder:
-            blocks = asyncio.run(detectors.measure(ways, Path(folder), size))
+            blocks, alarms = asyncio.run(detectors.measure(ways, Path(folder), size))
         pairs = list(zip(blocks["on"], blocks["off"], strict=True))
         results.longer(
             "step_detectors",
@@ -57,6 +58,8 @@ def measure(results: Results) -> None:
                 [1e3 * (on.used_s[part] - off.used_s[part]) for on, off in pairs],
                 "ms",
             )
+        if alarms:
+            raise HoldfastError("; ".join(alarms))
 
     results.attempt("step_detectors", take_turns, needed_s(size))
 
