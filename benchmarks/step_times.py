@@ -67,16 +67,19 @@ def boundary_ns() -> float:
 def medians_ns(step_ms: float) -> float:
     """Nanoseconds of the medians of a window, divided among its steps of such a length."""
     steps = max(WINDOW_STEPS, math.ceil(step_times.WINDOW_S / (1e-3 * step_ms)))
-    steps_ns = []
-    for _ in range(ROUNDS):
-        meter = StepMeter()
-        meter.on_step(0)
-        for step in range(1, steps):
+    steps_ns, meter, step = [], StepMeter(), 0
+    meter.on_step(step)
+    for _ in range(step_times.SKIPPED_WINDOWS + ROUNDS):
+        for _ in range(steps - 1):
+            step += 1
             meter.on_step(step)
         meter._window_began_s -= step_times.WINDOW_S  # as if the steps had taken so long
+        step += 1
         began_ns = time.thread_time_ns()
-        meter.on_step(steps)
-        steps_ns.append((time.thread_time_ns() - began_ns) / steps)
+        times = meter.on_step(step)
+        if times is not None:
+            steps_ns.append((time.thread_time_ns() - began_ns) / steps)
+    assert len(steps_ns) == ROUNDS, "each window but the first has medians"
     return median(steps_ns)
 
 

@@ -61,7 +61,7 @@ STEPS = (
     Step(path="tests/gpu/test_dtensor.py", limit_s=60),
     Step(path="tests/gpu/test_groups.py", limit_s=90),
     Step(path="tests/gpu/test_staying.py", limit_s=150, test_limit_s=60),
-    Step(path="benchmarks/gpu/detectors.py", limit_s=150),
+    Step(path="benchmarks/gpu/detectors.py", limit_s=200),
     Step(path="tests/gpu/test_facts.py", limit_s=60),
     Step(path="benchmarks/gpu/peers.py", limit_s=75),
     Step(path="tests/gpu/test_frameworks.py", limit_s=300, test_limit_s=120),

@@ -101,14 +101,14 @@ class Cause(StrEnum):
     DATA = "Data"
     """Waiting for a data loader."""
     NETWORK = "Network"
-    """Neither, on a node whose links are slow (`holdfast_core.links`). No times show it."""
+    """Neither, on a node whose links are slow (`holdfast_core.links`): that may be the cause."""
     UNKNOWN = "Unknown"
 
 
 IN_WORDS: Mapping[Cause, str] = {
     Cause.COMPUTE: "it computes for longer",
     Cause.DATA: "its data loader is slow",
-    Cause.NETWORK: "the links of its node are slow",
+    Cause.NETWORK: "the cause is not known; the links of its node are slow",
     Cause.UNKNOWN: "the cause is not known",
 }
 
@@ -154,18 +154,6 @@ def slow_ranks(times: Mapping[int, StepTimes]) -> tuple[Straggler, ...]:
         stages[each.stage][rank] = each
     found = [slow for stage in stages.values() if len(stage) > 1 for slow in _slow_of_stage(stage)]
     return tuple(sorted(found, key=lambda slow: (-slow.delay_s, slow.rank)))
-
-
-def all_wait(times: Mapping[int, StepTimes]) -> bool:
-    """Whether even the rank that waits least does so for a good part of a step, as all do for a
-    slow network. Ranks of several stages also wait for each other's microbatches, so their waits
-    show nothing.
-
-    Args:
-        times: rank → its newest window, of all ranks of the world.
-    """
-    one_stage = len({each.stage for each in times.values()}) == 1
-    return one_stage and all(each.wait_s >= STEP_SHARE * each.step_s > 0 for each in times.values())
 
 
 class _Medians:

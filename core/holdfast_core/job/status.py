@@ -243,8 +243,8 @@ class StragglerStatus(_Part, frozen=True, kw_only=True):
         Annotated[
             str,
             Meta(
-                description="what takes it longer: Compute, Data, Network (neither of them, and "
-                "the links of its node are slow) or, if not known, Unknown",
+                description="what takes it longer: Compute, Data or, if not known, Unknown; "
+                "Network if it is not known and the links of its node are slow",
                 examples=["Compute"],
             ),
         ]

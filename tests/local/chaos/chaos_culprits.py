@@ -21,15 +21,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import control_groups
 import private_network
+from benchmarks.detectors import ALARMS
 from local_jobs import make_job, short_folder
-from throttled import throttled
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_cli.local.commands import Commands
-from holdfast_core.errors import HoldfastError, UnreachableError
+from holdfast_core import links as slow_links
+from holdfast_core import stragglers
+from holdfast_core.errors import UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import Phase
+from holdfast_operator.reconciler.observe.views import ControlState
 
 RANKS = 4
 WAIT_S = 90.0
@@ -44,8 +48,8 @@ FAILURES = 3
 """Times that a node fails until another one shall be taken."""
 LEFT_SHARE = 0.1
 """Part of a processor that is left to a rank that is throttled."""
-NARROW, NARROW_RANK = "40mbit", "400kbit"
-"""What a node with a slow link sends, and its rank, whose messages are small."""
+NARROW = "40mbit"
+"""What a node with a slow link sends."""
 PROBING = """
 import sys
 from holdfast_daemon import __main__ as daemon
@@ -100,6 +104,8 @@ class CulpritKind:
     spares: int = 0
     narrow: bool = False
     """Whether it needs a network of its own."""
+    why_not: Callable[[], str] = lambda: ""
+    """Says why this machine does not let it happen; nothing if it does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,24 +142,27 @@ async def _stop(case: Case) -> None:
 
 
 async def _throttle(case: Case) -> None:
-    case.after.enter_context(throttled(LEFT_SHARE)).take(case.pid)
+    group = case.after.enter_context(control_groups.control_group(LEFT_SHARE))
+    (group / "cgroup.procs").write_text(str(case.pid))
 
 
 async def _narrow(case: Case) -> None:
     node = case.cluster.status.local.node(case.node)
     assert node is not None
-    private_network.slow_down(node.host, NARROW, [case.pid], NARROW_RANK)
+    private_network.slow_down(node.host, NARROW)
 
 
 async def _fail_again(case: Case) -> None:
     """Let a rank of the node fail some times, lose the node, and let it come back as the spare that
     would be taken first. Then lose the other one."""
     cluster = case.cluster
-    for number in range(1, FAILURES + 1):
+    for _ in range(FAILURES):
+        before = cluster.status.recoveries
         await cluster.kill_rank(case.rank)
-        await _recovered(cluster, number)
+        await _recovered(cluster, before)
+    before = cluster.status.recoveries
     await cluster.kill_node(case.node)
-    await _recovered(cluster, FAILURES + 1)
+    await _recovered(cluster, before)
     await cluster.start_node(case.node)
     await cluster.wait_for(
         lambda status: _is_spare(status, case.node), timeout_s=WAIT_S, what="the node as a spare"
@@ -162,15 +171,15 @@ async def _fail_again(case: Case) -> None:
     await cluster.kill_node(left or "")
 
 
-async def _recovered(cluster: LocalCluster, times: int) -> None:
-    """Wait until the job has recovered so often, and can lose a node."""
+async def _recovered(cluster: LocalCluster, before: int) -> None:
+    """Wait until the job has recovered more often than `before`, and can lose a node."""
 
     def has(status: Status) -> bool:
         began = status.local.recoveries[-1].epoch if status.local.recoveries else 0
         protected = (status.protected or "0").partition(".")[0]
-        return status.recoveries == times and _trains(status) and int(protected) >= began
+        return status.recoveries > before and _trains(status) and int(protected) >= began
 
-    await cluster.wait_for(has, timeout_s=WAIT_S, what=f"recovery {times}")
+    await cluster.wait_for(has, timeout_s=WAIT_S, what="a recovery")
 
 
 def _is_spare(status: Status, name: str) -> bool:
@@ -230,21 +239,33 @@ def _corrupt(status: Status) -> Named | None:
     return None if last is None else (_ranks(last.ranks or ()), str(last.text))
 
 
-def _alarm(status: Status) -> Named | None:
-    """What is said of a job to which nothing was done."""
-    for look in (_in_hang, _slow, _narrow_links, _corrupt):
-        if (named := look(status)) is not None:
-            return named
-    if status.steps_not_repeated:
-        return frozenset(), status.steps_not_repeated
-    return None
+def _alarm(status: Status) -> str:
+    """What was said of a job to which nothing was done, as far as it was not to be said."""
+    said = [event.message for event in status.local.events if event.reason in ALARMS]
+    if status.recoveries:
+        said.append(f"{status.recoveries} recoveries")
+    return "; ".join(said)
 
 
 def _any_alarm(status: Status) -> Named | None:
-    alarm = _alarm(status)
-    if alarm is None and status.phase is Phase.RUNNING and (status.step or 0) >= QUIET_STEPS:
+    if alarm := _alarm(status):
+        return frozenset(), alarm
+    if status.phase is Phase.RUNNING and (status.step or 0) >= QUIET_STEPS:
         return frozenset([NOBODY]), "nothing"
-    return alarm
+    return None
+
+
+def _has_judged(cluster: LocalCluster) -> bool:
+    """Whether the times of all ranks, and the links of all nodes, were judged in more rounds than
+    it takes to name one of them."""
+    state = cluster._control._state if cluster._control is not None else ControlState()
+    windows, links = state.straggling.windows, state.links.numbers
+    return (
+        len(windows) == RANKS
+        and min(windows.values()) > stragglers.ROUNDS
+        and len(links) == len(cluster.status.members)
+        and min(links.values()) > slow_links.ROUNDS
+    )
 
 
 _BY_REPLICAS, _BY_REPEATING = "most of its replicas have others", "computed wrong gradients"
@@ -257,15 +278,22 @@ CULPRITS = (
     CulpritKind(name="leaves", named=_in_hang, words="waiting in barrier"),
     CulpritKind(name="order", named=_in_opposite_order),
     CulpritKind(name="slow", named=_slow, words="it computes for longer"),
-    CulpritKind(name="throttled", named=_slow, words="it computes for longer", done=_throttle),
+    CulpritKind(
+        name="throttled",
+        named=_slow,
+        words="it computes for longer",
+        done=_throttle,
+        why_not=control_groups.why_not,
+    ),
     CulpritKind(
         name="narrow_link",
         named=_narrow_links,
-        words="the job waits for the network of",
+        words="links of ",
         done=_narrow,
         of_node=True,
         nodes=RANKS,
         narrow=True,
+        why_not=private_network.why_not,
     ),
     CulpritKind(
         name="fails_again",
@@ -329,12 +357,17 @@ async def suffer(
 
     with ExitStack() as after:
         async with LocalCluster(job_of(kind, directory, pace_s), settings) as cluster:
+
+            def ready(status: Status) -> bool:
+                trains = _trains(status, trained_steps)
+                return trains and (kind.name != "nothing" or _has_judged(cluster))
+
             await cluster.wait_for(
-                lambda status: _trains(status, trained_steps) or _alarm(status) is not None,
+                lambda status: bool(_alarm(status)) or ready(status),
                 timeout_s=WAIT_S + trained_steps * STEP_S_MAX,
             )
-            if (alarm := _alarm(cluster.status)) is not None:
-                return fault("wrong", f"before anything was done: {alarm[1]}")
+            if alarm := _alarm(cluster.status):
+                return fault("wrong", f"before anything was done: {alarm}")
             member = cluster.status.members[rank * kind.nodes // RANKS]
             node = member.node or ""
             case = Case(cluster=cluster, rank=rank, node=node, directory=directory, after=after)
@@ -373,10 +406,13 @@ def suffer_alone(kind: str, rank: int, directory: Path) -> CulpritFault:
 
 def present(say: Callable[[str], None]) -> list[CulpritKind]:
     """The kinds that this machine lets happen; says which it does not."""
-    reason = private_network.why_not()
-    if reason:
-        say(f"no link is made slow: {reason}")
-    return [kind for kind in CULPRITS if not (kind.narrow and reason)]
+    kinds = []
+    for kind in CULPRITS:
+        if reason := kind.why_not():
+            say(f"no rank or node suffers `{kind.name}`: {reason}")
+        else:
+            kinds.append(kind)
+    return kinds
 
 
 @dataclass(slots=True)
@@ -407,14 +443,14 @@ class Culprits:
                         fault = work(suffer_alone, kind.name, rank, directory)
                     else:
                         fault = asyncio.run(suffer(kind, rank, directory))
-                except (AssertionError, HoldfastError) as error:
+                except Exception as error:
                     # The rest of the report says what there is; nobody was named here.
                     fault = CulpritFault(
                         kind=kind.name,
                         culprit=f"rank {rank}",
                         outcome="nobody",
                         seconds=0.0,
-                        text=str(error),
+                        text=f"{type(error).__name__}: {error}",
                     )
             self.faults.append(fault)
             self.say(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import chaos_culprits
 import chaos_report
 import pytest
 from chaos import prepare
-from chaos_culprits import CULPRITS, CulpritFault, Culprits
+from chaos_culprits import CULPRITS, CulpritFault, CulpritKind, Culprits
 from chaos_kinds import KINDS, Kind
 from chaos_run import SHAPES, Chaos, draw_round
 from chaos_world import Shape, World
@@ -82,6 +85,32 @@ def test_the_report_counts_culprits_that_were_named_rightly(tmp_path: Path) -> N
     assert row == {"kind": "slow", "count": 5, "right": 2, "wrong": 1, "median_s": 2}
     page = (tmp_path / "report.html").read_text()
     assert "<td>2 of 5</td><td>1</td>" in page and page.count("&lt;rank 9&gt;") == 3
+
+
+def test_an_error_of_one_fault_leaves_the_report_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def suffer(kind: CulpritKind, rank: int, directory: Path) -> CulpritFault:
+        if culprits.faults:
+            raise KeyboardInterrupt
+        raise ProcessLookupError("the rank is gone")
+
+    monkeypatch.setattr(chaos_culprits, "suffer", suffer)
+    culprits = Culprits(7, kinds=[kind for kind in CULPRITS if not kind.narrow])
+    with pytest.raises(KeyboardInterrupt):
+        culprits.run(until=math.inf)
+    (fault,) = culprits.missed
+    assert (fault.outcome, fault.text) == ("nobody", "ProcessLookupError: the rank is gone")
+
+
+def test_kinds_that_a_machine_does_not_allow_are_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = list[str]()
+    kinds = [replace(kind, why_not=lambda: "no root") for kind in CULPRITS if kind.narrow]
+    monkeypatch.setattr(chaos_culprits, "CULPRITS", [*kinds, CULPRITS[0]])
+    assert chaos_culprits.present(said.append) == [CULPRITS[0]]
+    assert said == ["no rank or node suffers `narrow_link`: no root"]
 
 
 def test_each_kind_of_culprit_is_drawn_equally_often_and_follows_from_the_seed() -> None:

@@ -54,9 +54,9 @@ def test_nobody_is_named_in_a_thousand_steps(pace_s: float, directory: Path) -> 
 def test_each_culprit_is_named_with_what_was_done_to_it(
     kind: str, rank: int, directory: Path
 ) -> None:
+    if reason := kind_of(kind).why_not():
+        pytest.skip(reason)
     if kind_of(kind).narrow:
-        if reason := private_network.why_not():
-            pytest.skip(reason)
         fault = private_network.run_in_private_network(suffer_alone, kind, rank, directory)
     else:
         fault = suffer_alone(kind, rank, directory)

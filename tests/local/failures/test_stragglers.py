@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from control_groups import control_group
 from local_jobs import make_job
-from throttled import control_group
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import MoETrainingJob

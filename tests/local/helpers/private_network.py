@@ -7,11 +7,9 @@ import multiprocessing
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import ParamSpec, TypeVar
-
-import psutil
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -22,10 +20,10 @@ def why_not() -> str:
     """Why there can be no such network here; empty if there can."""
     if missing := [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]:
         return f"{missing[0]} is not installed"
-    shape = "ip link set lo up && tc qdisc add dev lo root handle 1: htb default 1"
-    command = ["unshare", "--net", "sh", "-c", shape]
+    shape = " && ".join(["ip link set lo up", *_commands("127.0.0.1", "1mbit")])
+    command = ["unshare", "--net", "sh", "-ec", shape]
     tried = subprocess.run(command, capture_output=True, text=True, check=False)
-    return "" if tried.returncode == 0 else f"no network can be made: {tried.stderr.strip()}"
+    return "" if tried.returncode == 0 else f"`unshare` or `tc` fails: {tried.stderr.strip()}"
 
 
 def run_in_private_network(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -42,26 +40,21 @@ def _enter() -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
 
-def slow_down(host: str, rate: str, pids: Iterable[int], pids_rate: str) -> None:
-    """Limit what an address, and the processes `pids`, send over the loopback device from now on.
+def slow_down(host: str, rate: str) -> None:
+    """Limit what the address `host` sends over the loopback device from now on.
 
     Args:
-        rate, pids_rate: as `tc` reads them, such as `40mbit`.
+        rate: as `tc` reads it, such as `40mbit`.
     """
-    ports = {
-        each.laddr.port
-        for pid in pids
-        for each in psutil.Process(pid).net_connections("tcp4")
-        if each.laddr
-    }
-    _tc("qdisc add dev lo root handle 1: htb default 1")
-    for number, each in ((1, "100gbit"), (2, rate), (3, pids_rate)):
-        _tc(f"class add dev lo parent 1: classid 1:{number} htb rate {each} quantum 60000")
-    matches = [(f"ip src {host}/32", 2), *((f"ip sport {port} 0xffff", 3) for port in ports)]
-    for match, number in matches:
-        _tc(f"filter add dev lo parent 1: protocol ip u32 match {match} flowid 1:{number}")
+    for command in _commands(host, rate):
+        subprocess.run(command.split(), check=True, env={**os.environ, "LC_ALL": "C"})
 
 
-def _tc(arguments: str) -> None:
-    environment = {**os.environ, "LC_ALL": "C"}
-    subprocess.run(["tc", *arguments.split()], check=True, env=environment)
+def _commands(host: str, rate: str) -> list[str]:
+    root = "dev lo parent 1:"
+    return [
+        "tc qdisc add dev lo root handle 1: htb default 1",
+        f"tc class add {root} classid 1:1 htb rate 100gbit quantum 60000",
+        f"tc class add {root} classid 1:2 htb rate {rate} quantum 60000",
+        f"tc filter add {root} protocol ip u32 match ip src {host}/32 flowid 1:2",
+    ]

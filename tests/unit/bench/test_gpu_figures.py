@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.gpu import detectors
 from benchmarks.gpu.moe import BYTES_PER_PARAMETER, Model, Training, shape_for
 from benchmarks.gpu.results import Goal, Results, in_turn
+from gpu.steps import STEPS
 
 ROOT = Path(__file__).parents[3]
-WITHIN_S = 100.0
+WITHIN_S, LONG_S = 100.0, 300.0
 FIELDS = {"name", "value", "unit", "floor", "floor_name", "ratio", "goal", "met", "runs"}
 MEASURED = {
     "copying": {"first_use", "staged_1MiB_threads_2"},
@@ -42,7 +44,12 @@ SKIPPED = {
 @pytest.mark.parametrize(
     "module",
     [
-        pytest.param(module, marks=pytest.mark.exhaustive if module in LONG else [])
+        pytest.param(
+            module,
+            marks=[pytest.mark.exhaustive, pytest.mark.timeout(LONG_S + 20)]
+            if module in LONG
+            else [],
+        )
         for module in MEASURED
     ],
 )
@@ -51,8 +58,9 @@ def test_each_module_writes_its_figures_and_names_what_it_skips(
 ) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, "-m", f"benchmarks.gpu.{module}", "--small", "--out", str(out)]
+    within_s = LONG_S if module in LONG else WITHIN_S
     ended = subprocess.run(
-        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=WITHIN_S
+        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=within_s
     )
     assert ended.returncode == 0, ended.stderr
     written = json.loads(out.read_text())
@@ -140,3 +148,9 @@ def test_the_model_is_as_large_as_asked_for_and_trains() -> None:
         training.step()
     assert not any(torch.equal(now, was) for now, was in zip(masters, before, strict=True))
     assert all(bool(p.isfinite().all()) for p in training.model.parameters())
+
+
+def test_there_is_time_for_the_figure_of_the_detectors() -> None:
+    (step,) = (step for step in STEPS if step.path == "benchmarks/gpu/detectors.py")
+    assert detectors.IMPORTS_S + detectors.needed_s(detectors.SIZE) <= detectors.LIMIT_S
+    assert step.limit_s > detectors.LIMIT_S

@@ -29,7 +29,6 @@ from holdfast_core.stragglers import (
     StepTimes,
     Straggler,
     StragglerWatch,
-    all_wait,
     bounded_times,
     slow_ranks,
 )
@@ -244,17 +243,6 @@ def test_the_cause_is_named_as_far_as_the_times_show_it(
 def test_small_differences_name_nobody() -> None:
     assert one_round(1.14) == ()
     assert len(one_round(1.16)) == 1
-
-
-def waits(wait_s: float, stage: int = 0) -> StepTimes:
-    return StepTimes(window=1, steps=10, stage=stage, step_s=1.0, own_s=1 - wait_s, wait_s=wait_s)
-
-
-def test_all_wait_if_the_one_that_waits_least_does_so_for_a_good_part_of_a_step() -> None:
-    assert all_wait({0: waits(0.5), 1: waits(STEP_SHARE)})
-    assert not all_wait({0: waits(0.5), 1: waits(0.9 * STEP_SHARE)})
-    assert not all_wait({0: waits(0.5), 1: waits(0.5, stage=1)}), "stages wait for each other"
-    assert not all_wait({})
 
 
 # --- rounds ---------------------------------------------------------------------------------------

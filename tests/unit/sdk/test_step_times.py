@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from holdfast._copying.devices import CpuDevice, CudaDevice
 from holdfast._session import step_times, torch_waits
-from holdfast._session.step_times import WAITS_MAX, StepMeter
+from holdfast._session.step_times import WAITS_MAX, WINDOW_S, WINDOW_STEPS_MAX, StepMeter
 from holdfast.testing import FakeDaemon
 from holdfast_core.stragglers import WINDOW_STEPS, StepTimes
 from holdfast_core.topology import Topology
@@ -91,6 +91,27 @@ def test_the_first_window_is_not_reported_and_short_steps_make_no_short_windows(
             found.append((step, times))
     assert [times.window for _, times in found] == [*range(1, len(found) + 1)]
     assert found[0][0] == pytest.approx(200, abs=2) and found[0][1].steps in (100, 101)
+
+
+@pytest.mark.parametrize(("passed", "step_s"), [(1, 0.001), (10, 0.01), (10, 0.1)])
+def test_a_delay_counts_for_all_steps_of_a_window_of_which_few_are_kept(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, passed: int, step_s: float
+) -> None:
+    """A tenth of the time passes without a processor; `passed` steps end with each save."""
+    monkeypatch.setattr(step_times, "delayed_s", lambda: (clock.now_s - 1000.0) / 10)
+    meter, found, saves = StepMeter(), list[StepTimes](), 0
+    while len(found) < 3:
+        for _ in range(passed):
+            clock.now_s += step_s
+        saves += 1
+        if (times := meter.on_step(passed * saves)) is not None:
+            found.append(times)
+        assert len(meter._steps) <= WINDOW_STEPS_MAX
+    for times in found:
+        calls = max(WINDOW_S / (passed * step_s), WINDOW_STEPS)
+        assert times.steps == pytest.approx(min(calls, WINDOW_STEPS_MAX), abs=1)
+        assert times.step_s == pytest.approx(step_s)
+        assert times.processor_s == pytest.approx(step_s / 10)
 
 
 def test_a_wait_within_the_time_of_holdfast_counts_once(clock: Clock) -> None:

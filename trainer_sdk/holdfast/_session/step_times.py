@@ -84,6 +84,8 @@ class StepMeter:
         self.thread = get_ident()
         """The thread that trains: the last one that called `on_step`."""
         self._steps: list[_Step] = []
+        self._passed = 0
+        """Steps of the window, also those that are not in `_steps`."""
         self._windows = 0
         self._stopped = False
         self._step: int | None = None
@@ -155,7 +157,7 @@ class StepMeter:
         self._step, self.thread = step, thread
         self._begin(now_s, processor_s)
         if not self._steps:
-            self._window_began_s, self._delayed_s = now_s, delayed_s()
+            self._window_began_s, self._delayed_s, self._passed = now_s, delayed_s(), 0
             return None
         long = now_s - self._window_began_s >= WINDOW_S
         if not long or len(self._steps) < WINDOW_STEPS:
@@ -164,6 +166,7 @@ class StepMeter:
 
     def _add(self, passed: int, now_s: float, processor_s: float) -> None:
         """Keep the times of the `passed` steps that have ended."""
+        self._passed += passed
         step_s = now_s - self._began_s
         wait_s = self._waited_s + sum(end - begin for begin, end in self._waits)
         own_s = max(0.0, step_s - wait_s - self._held_s)
@@ -174,6 +177,7 @@ class StepMeter:
 
     def _end_window(self, now_s: float) -> StepTimes | None:
         steps, self._steps = self._steps, []
+        passed, self._passed = self._passed, 0
         delay_s = (delayed := delayed_s()) - self._delayed_s
         self._window_began_s, self._delayed_s = now_s, delayed
         self._windows += 1
@@ -189,7 +193,7 @@ class StepMeter:
             own_spread_s=median(abs(each.own_s - middle.own_s) for each in steps),
             wait_s=middle.wait_s,
             data_s=middle.data_s,
-            processor_s=middle.processor_s + max(0.0, delay_s) / len(steps),
+            processor_s=middle.processor_s + max(0.0, delay_s) / passed,
         )
 
 

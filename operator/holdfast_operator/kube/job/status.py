@@ -144,7 +144,7 @@ def status_of(
             last_recoveries=tuple(each.status for each in recoveries[-RECOVERIES_SHOWN:]),
             stragglers=_stragglers(membership, slow),
             straggler_count=len(slow) or None,
-            slow_links=_slow_links(observed, state, phase),
+            slow_links=_slow_links(state, phase),
             token_loss=None if state.losses is None else _token_loss(state.losses),
             experts=None if state.plan is None else _experts(state.plan),
             pace=_pace(measured_pace(job, observed, membership)),
@@ -397,9 +397,7 @@ def _stragglers(
     return tuple(found) or None
 
 
-def _slow_links(
-    observed: ClusterView, state: ControlState, phase: Phase
-) -> tuple[SlowLinksStatus, ...] | None:
+def _slow_links(state: ControlState, phase: Phase) -> tuple[SlowLinksStatus, ...] | None:
     """The links that are slow in the present epoch of a job that runs; None without any."""
     membership, watch = state.membership, state.links
     if phase is not Phase.RUNNING or membership is None or watch.epoch != membership.epoch:
@@ -407,7 +405,7 @@ def _slow_links(
     found = [
         SlowLinksStatus(
             node=membership.member(each.members[0]).node if each.peers else None,
-            text=slow_links_in_words(observed, membership, state, each),
+            text=slow_links_in_words(membership, each),
         )
         for each in watch.slow[:LINKS_SHOWN]
     ]

@@ -8,15 +8,12 @@ takes its state over the same network.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
 
 from holdfast_core.job.parsing import OnStraggler
 from holdfast_core.links import LinkWatch, MeasuredLinks, SlowLinks, slow_links_in_words
 from holdfast_core.snapshots.membership import Membership
-from holdfast_core.stragglers import all_wait
-from holdfast_operator.reconciler.observe.lookups import ranks_in
 from holdfast_operator.reconciler.observe.text import NAMED_MAX
-from holdfast_operator.reconciler.observe.views import ClusterView, ControlState, EventReason
+from holdfast_operator.reconciler.observe.views import ControlState, EventReason
 from holdfast_operator.reconciler.rules import Observation, RuleResult
 
 
@@ -42,8 +39,7 @@ def note_links(observation: Observation, state: ControlState, membership: Member
     known = {each.members for each in before.slow}
     found = [each for each in watch.slow if each.members not in known]
     if found:
-        texts = (in_words(observation.cluster, membership, state, each) for each in found)
-        text = "; ".join(islice(texts, NAMED_MAX))
+        text = "; ".join(in_words(membership, each) for each in found[:NAMED_MAX])
         result = result.post(EventReason.SLOW_LINKS, text, warning=True)
     still = {each.members for each in watch.slow}
     for passed in [each for each in before.slow if each.members not in still][:NAMED_MAX]:
@@ -54,15 +50,6 @@ def note_links(observation: Observation, state: ControlState, membership: Member
     return result
 
 
-def in_words(
-    observed: ClusterView, membership: Membership, state: ControlState, slow: SlowLinks
-) -> str:
-    """Slow links, with the names of the nodes, and whether the job waits for them."""
-    text = slow_links_in_words(slow, {each.index: each.node for each in membership.members})
-    ranks = ranks_in(observed, membership)
-    times = {rank.rank: rank.times for rank in ranks if rank.at_work and rank.times is not None}
-    known = len(times) == membership.world_size and not state.straggling.suspects
-    if slow.peers and known and all_wait(times):
-        node = membership.member(slow.members[0]).node
-        text += f"; no rank is slow, and all wait: the job waits for the network of {node}"
-    return text
+def in_words(membership: Membership, slow: SlowLinks) -> str:
+    """Slow links, with the names of the nodes."""
+    return slow_links_in_words(slow, {each.index: each.node for each in membership.members})

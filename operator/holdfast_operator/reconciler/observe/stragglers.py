@@ -24,8 +24,8 @@ def straggler_in_words(membership: Membership, straggler: Straggler) -> str:
 
 
 def named_stragglers(membership: Membership, state: ControlState) -> tuple[Straggler, ...]:
-    """The ranks that are named in this epoch, the slowest first. What neither their processors nor
-    their data loaders explain, slow links of their node do."""
+    """The ranks that are named in this epoch, the slowest first. Of one whose times show no cause,
+    it is said whether the links of its node are slow."""
     watch, links = state.straggling, state.links
     if watch.epoch != membership.epoch:
         return ()

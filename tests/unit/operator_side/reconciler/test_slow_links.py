@@ -83,9 +83,6 @@ def test_what_is_not_to_be_judged_is_not_judged() -> None:
     assert world.messages("SlowLinks") == []
 
 
-WAITS = "; no rank is slow, and all wait: the job waits for the network of n2"
-
-
 def step_times(world: World, number: int, *, wait_s: float, slow: int = -1) -> None:
     """A window of each rank, in which all wait for a network, and for the `slow` one as well."""
     world.times = {
@@ -100,31 +97,21 @@ def step_times(world: World, number: int, *, wait_s: float, slow: int = -1) -> N
     }
 
 
-def test_the_job_waits_for_the_network_of_the_node_if_all_wait_and_nobody_is_slow() -> None:
+def test_ranks_that_all_wait_prove_nothing_about_the_links() -> None:
+    """In a healthy job all ranks may wait as long: for experts whose loads move about, or for each
+    other's last gradients."""
     world = running(make_job())
     step_times(world, 1, wait_s=0.1)
     measure(world, ROUNDS, slow_node(2))
-    (text,) = world.messages("SlowLinks")
-    assert text.endswith(WAITS) and status(world)["slowLinks"][0]["text"] == text
-    step_times(world, 2, wait_s=0.002)
-    assert not status(world)["slowLinks"][0]["text"].endswith(WAITS), "they do not wait"
-    step_times(world, 3, wait_s=0.1)
-    world.times = {rank: each for rank, each in world.times.items() if rank != 1}
-    assert not status(world)["slowLinks"][0]["text"].endswith(WAITS), "rank 1 may be slow"
-
-
-def test_a_single_slow_link_is_not_what_the_job_waits_for() -> None:
-    world = running(make_job())
-    step_times(world, 1, wait_s=0.1)
-    measure(world, ROUNDS, lambda one, other: 1e6 if (one, other) == (0, 1) else USUAL)
-    (text,) = world.messages("SlowLinks")
-    assert text.endswith("either may be the cause")
+    text = "links of n2 to n0, n1, n3 reach 1.0 MB/s at most, those of other nodes 1.0 GB/s"
+    assert world.messages("SlowLinks") == [text]
+    assert status(world)["slowLinks"] == [{"node": "n2", "text": text}]
 
 
 @pytest.mark.parametrize(
     ("narrow", "cause"), [(2, Cause.NETWORK), (1, Cause.UNKNOWN)], ids=["its node", "another one"]
 )
-def test_what_times_do_not_explain_is_the_network_of_a_node_with_slow_links(
+def test_that_links_of_its_node_are_slow_is_said_of_a_rank_whose_times_show_no_cause(
     narrow: int, cause: Cause
 ) -> None:
     world = running(make_job())
@@ -135,7 +122,7 @@ def test_what_times_do_not_explain_is_the_network_of_a_node_with_slow_links(
     assert (slow["rank"], slow["cause"]) == (2, cause)
     (text,) = world.messages("Straggler")
     assert text == slow["text"] and text.endswith(IN_WORDS[cause])
-    assert not status(world)["slowLinks"][0]["text"].endswith(WAITS), "a rank is slow"
+    assert "the cause is not known" in text, "slow links and a slow rank may be a coincidence"
 
 
 def test_slow_links_are_in_the_status_and_shown() -> None:
