@@ -71,7 +71,11 @@ def test_the_pace_of_saves_is_kept_as_reported() -> None:
         bubble_bytes=6,
     )
     context: Any = SimpleNamespace(invocation_metadata=lambda: ())
-    asyncio.run(service.Progress(report, context))
+
+    async def tell() -> None:
+        await service.Progress(report, context)
+
+    asyncio.run(tell())
     [rank] = engine.overview().ranks
     assert rank.pace == SavePace(
         period_s=2.0,

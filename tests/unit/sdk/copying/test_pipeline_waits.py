@@ -211,10 +211,11 @@ class Library:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock, self.answer = Clock(), None
         self.bubbles = Bubbles(RANKS, self.clock)
-        self.module: Any = ModuleType(FUNCTIONS[1].module)
-        self.module._p2p_ops = lambda **_: self.answer
-        self.module.P2PCommunicator = type("P2PCommunicator", (), {})
-        monkeypatch.setitem(sys.modules, self.module.__name__, self.module)
+        module: Any = ModuleType(FUNCTIONS[1].module)
+        module._p2p_ops = lambda **_: self.answer
+        module.P2PCommunicator = type("P2PCommunicator", (), {})
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        self.module = module
 
     def started(self, answer: Any) -> Any:
         self.answer = answer
