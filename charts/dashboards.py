@@ -174,9 +174,11 @@ TITLES: dict[str, str] = {
     "holdfast_tokens_lost_ratio": "Portion of all tokens that recoveries have lost (PLT)",
     "holdfast_tokens_routed": "Routings of a token to an expert",
     "holdfast_bubble_seconds_total": (
-        "Number of ranks that wait for other pipeline stages, on average over time"
+        "Number of ranks whose processes wait for other pipeline stages (with NCCL, devices wait)"
     ),
-    "holdfast_bubble_copied_bytes_total": "Snapshots copied while ranks wait for other stages",
+    "holdfast_bubble_copied_bytes_total": (
+        "Snapshots copied while processes of ranks wait for other stages"
+    ),
     "holdfast_saves_skipped_reported_total": "Saves skipped, as counted by ranks",
     "holdfast_saves_failed_reported_total": "Saves failed, as counted by ranks",
 }

@@ -99,7 +99,8 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
     _counter(
         "bubble_seconds",
-        "Time for which the ranks on this node have waited for other pipeline stages.",
+        "Time for which the processes of ranks on this node have waited for other pipeline stages; "
+        "near 0 with NCCL, where devices wait instead.",
         *JOB_LABELS,
         unit="seconds",
     ),

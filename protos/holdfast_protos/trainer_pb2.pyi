@@ -704,7 +704,7 @@ class ProgressReport(_message.Message):
     window_steps: _builtins.int
     """of the newest sparse window; 0: snapshots are of one step"""
     bubble_s: _builtins.float
-    """for which this rank's pipeline stage has waited, since it began"""
+    """that this rank's process has waited for other stages"""
     bubble_bytes: _builtins.int
     """of snapshots that were copied meanwhile"""
     @_builtins.property

@@ -382,7 +382,7 @@ _FEWER_NODES = (
 )
 _LEAST = "(has(self.minNodes) ? self.minNodes : self.nodes)"
 _SEATS = f"(self.elastic.seatsPerRank * self.nprocPerNode * {_LEAST})"
-_WITHOUT_SEATS = " and divide the experts by ep, which follows the number of nodes as well"
+_WITHOUT_SEATS = " and let the script divide the experts by the ep of Topology.fitted"
 _ELASTIC = (
     *(
         Rule(

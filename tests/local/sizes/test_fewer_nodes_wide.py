@@ -55,7 +55,7 @@ def job_of(
 
 def check(directory: Path, stages: int, parts: int) -> list[tuple[int, int]]:
     """Compare every step of every world with the one process; return each world's number of ranks
-    and their number of shares, in order."""
+    and their number of shares, in order. All but the first have to go on after a restored step."""
     lines = [
         json.loads(line)
         for path in directory.glob("log-*")
@@ -71,6 +71,10 @@ def check(directory: Path, stages: int, parts: int) -> list[tuple[int, int]]:
         assert state.items() <= expected[line["step"] - 1].items(), line
         seen.setdefault(epoch, set()).update(state)
     assert all(names == expected[0].keys() for names in seen.values())  # every expert is somewhere
+    first, *later = (
+        min(line["step"] for line in lines if line["epoch"] == epoch) for epoch in sorted(worlds)
+    )
+    assert first == 1 and all(step > 1 for step in later), later
     return [worlds[epoch] for epoch in sorted(worlds)]
 
 

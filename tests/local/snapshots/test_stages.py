@@ -316,9 +316,10 @@ def test_a_lost_stage_repeats_steps_while_the_others_keep_their_state(
     with running(TWO_BY_TWO, window=window) as run:
         asyncio.run(run.lose([stage]))
         check_replay(run, [stage])
-        waits = re.findall(r"stage (\d) waited ([\d.]+) s for other stages", run.report())
-        assert sorted(number for number, _ in waits) == ["0", "1"]
-        assert all(float(waited_s) > 0 for _, waited_s in waits)
+        waited = r"stage (\d) waited [\d.]+ s for other stages; snapshots copied ([\d.]+) MiB"
+        copied = sorted(re.findall(waited, run.report()))
+        assert [number for number, _ in copied] == ["0", "1"]
+        assert all(float(mib) > 0 for _, mib in copied)
 
 
 @pytest.mark.slow

@@ -55,6 +55,8 @@ class Bubbles:
         self._began_s, self._step_s = clock(), 0.0
         self._bytes_s = 0.0
         """Measured speed at which blocks are copied; 0 before the first capture has ended."""
+        self._block_s = 0.0
+        """Seconds per block at that speed."""
         self.waited_s = 0.0
         """Time in which no thread of the newest capture copied, because there was no bubble."""
         self.total_s = 0.0
@@ -108,9 +110,11 @@ class Bubbles:
 
     def schedule(self, nbytes: int) -> CopySchedule:
         """Decide how many bytes of a capture are kept for bubbles; none until the bubbles and the
-        speed of copies have been measured."""
+        speed of copies have been measured. Bubbles in which no block can be copied do not count,
+        however many there are."""
         windows_s = common_windows(self._steps) if self._bytes_s else ()
-        return schedule_copies(nbytes, self._bytes_s or 1.0, windows_s, stages=self._stages)
+        long_s = [window_s for window_s in windows_s if window_s >= self._block_s]
+        return schedule_copies(nbytes, self._bytes_s or 1.0, long_s, stages=self._stages)
 
 
 class Feed:
@@ -166,6 +170,7 @@ class Feed:
         bubbles.waited_s = bubbles._clock() - self._created_s - copying_s
         if copying_s:
             bubbles._bytes_s = self._nbytes / copying_s
+            bubbles._block_s = copying_s / len(self._block_bytes)
 
     def _next(self) -> int | None:
         bubbles = self._bubbles

@@ -2,32 +2,41 @@
 
 A schedule waits for messages of other stages within a library, in functions that are private. This
 module replaces those functions with ones that mark the wait. It is the only place that knows them:
-where a version of a library lacks one, its waits are not marked, and training is as before. It must
-not import the libraries, which takes seconds, for scripts that do not use them.
+where a version of a library lacks one, or has another form of it, its waits are not marked, and
+training is as before. It must not import the libraries, which takes seconds, for scripts that do
+not use them.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakSet
+
+import torch
 
 from holdfast._copying.bubbles import Bubbles
 
 _log = logging.getLogger("holdfast")
 _marking: WeakSet[Bubbles] = WeakSet()
 """Bubbles that the waits of this process are marked in."""
+_lock = threading.Lock()
+"""Guards `_marking` and the replacement of functions."""
 
 
 @contextmanager
 def _in_bubbles() -> Iterator[None]:
+    with _lock:
+        marking = tuple(_marking)
     with ExitStack() as open_bubbles:
-        for bubbles in tuple(_marking):
+        for bubbles in marking:
             open_bubbles.enter_context(bubbles.bubble())
         yield
 
@@ -43,6 +52,8 @@ class _MarkedTransfer:
             return self._work.wait(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_work":  # A copy has none yet.
+            raise AttributeError(name)
         return getattr(self._work, name)
 
 
@@ -57,15 +68,33 @@ def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
     return marked
 
 
+def _waiting_without_devices(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the calls of a function that waits, but not where there are devices: there it waits for
+    all that they do, and so for what the stage itself computes."""
+    in_bubbles = _waiting(function)
+
+    @functools.wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        return (function if torch.cuda.is_initialized() else in_bubbles)(*args, **kwargs)
+
+    return marked
+
+
+def _marked(work: Any) -> Any:
+    return None if work is None else _MarkedTransfer(work)
+
+
 def _starting(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark the waits for the transfers that a function starts, and returns in a list or a dict."""
 
     @functools.wraps(function)
     def marked(*args: Any, **kwargs: Any) -> Any:
         transfers = function(*args, **kwargs)
-        if isinstance(transfers, dict):
-            return {key: _MarkedTransfer(work) for key, work in transfers.items()}
-        return [_MarkedTransfer(work) for work in transfers]
+        if type(transfers) is dict:
+            return {key: _marked(work) for key, work in transfers.items()}
+        if type(transfers) is list:
+            return [_marked(work) for work in transfers]
+        return transfers  # Of a version that this module does not know.
 
     return marked
 
@@ -87,7 +116,7 @@ FUNCTIONS = (
     # Megatron-Core 0.16.1, which waits for the transfers at once or, if they overlap, later.
     PrivateFunction(_MEGATRON, "_batched_p2p_ops", _starting),
     PrivateFunction(_MEGATRON, "_p2p_ops", _starting),
-    PrivateFunction(_MEGATRON, "P2PCommunicator._communicate_shapes", _waiting),
+    PrivateFunction(_MEGATRON, "P2PCommunicator._communicate_shapes", _waiting_without_devices),
 )
 
 
@@ -96,11 +125,12 @@ def mark_waits(bubbles: Bubbles) -> None:
 
     Does nothing for a library until the script has imported it, so call it again.
     """
-    for function in FUNCTIONS:
-        module = sys.modules.get(function.module)
-        if module is not None:
-            _replace(module, function)
-            _marking.add(bubbles)
+    with _lock:
+        for function in FUNCTIONS:
+            module = sys.modules.get(function.module)
+            if module is not None:
+                _replace(module, function)
+                _marking.add(bubbles)
 
 
 @functools.cache
@@ -108,10 +138,10 @@ def _replace(module: ModuleType, function: PrivateFunction) -> None:
     """Replace a function of a library, once per process."""
     of_class, _, name = function.path.rpartition(".")
     owner: Any = getattr(module, of_class, None) if of_class else module
-    found = getattr(owner, name, None)
-    if found is None:
+    found = inspect.getattr_static(owner, name, None)
+    if not isinstance(found, FunctionType):
         _log.debug(
-            "%s has no %s in this version, so waits there are not marked as bubbles",
+            "%s has no function %s in this version, so waits there are not marked as bubbles",
             function.module,
             function.path,
         )

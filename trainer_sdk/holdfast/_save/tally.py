@@ -49,11 +49,12 @@ class SaveCounters:
     """Which devices compute checksums, and why threads do it for others; empty for tensors in host
     memory."""
     bubble_s: float = 0.0
-    """Time for which this pipeline stage has waited for others, as far as the waits are marked; 0
-    without pipeline parallelism."""
+    """Time for which the process of this pipeline stage has waited for others, as far as the waits
+    are marked, when `Session.counters` was last read; near 0 with NCCL, where the device waits
+    instead, and 0 without pipeline parallelism."""
     bubble_bytes: int = 0
     """Bytes of tensors that snapshots have copied meanwhile: of all blocks whose copies began in
-    these times."""
+    these times. As old as `bubble_s`."""
     interval_steps: int = 0
     """Steps from one snapshot to the next, if the interval is measured; otherwise 0."""
     window_steps: int = 0

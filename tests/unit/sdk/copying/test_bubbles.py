@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast._copying.bubbles import Bubbles, Feed, PieceBlock
+from holdfast._copying.bubbles import STEPS_KEPT, Bubbles, Feed, PieceBlock
 from holdfast._copying.engine import BLOCK_PIECES
 
 PIECE = 64
@@ -68,6 +68,18 @@ def test_what_fits_into_a_bubble_is_kept_for_it_and_the_rest_is_copied_beside_th
     assert [feed() for _ in range(4)] == [32, 48, 64, 80]
     with bubbles.bubble():
         assert [feed(), feed(), feed()] == [0, 16, None]
+
+
+def test_nothing_is_kept_for_many_bubbles_each_too_short_for_a_block() -> None:
+    clock = Clock()
+    bubbles = experienced(clock, bubble_s=9.0)
+    for _ in range(STEPS_KEPT):
+        bubbles.begin()
+        for bubble_s in (*[0.75] * 100, 1.5):
+            with bubbles.bubble():
+                clock.now += bubble_s
+        bubbles.end()
+    assert bubbles.schedule(100 * BLOCK).bubble_bytes == BLOCK * 3 // 2, "of a second a block"
 
 
 def test_a_bubble_within_a_bubble_counts_once() -> None:

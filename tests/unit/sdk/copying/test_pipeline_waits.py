@@ -3,12 +3,14 @@ them, and are copied in them."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -182,3 +184,76 @@ def test_schedules_without_that_function_stay_as_they_are(
             mark_waits(bubbles)
     assert not hasattr(older, function.path.partition(".")[0])
     assert caplog.text.count(f" {function.path} in this version, so waits there") == 1
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Work:
+    """A transfer of torch, whose wait takes a second of the virtual clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def wait(self) -> bool:
+        self.clock.now += 1.0
+        return True
+
+
+class Library:
+    """Replaces the module of Megatron-Core with one whose functions return `answer`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock, self.answer = Clock(), None
+        self.bubbles = Bubbles(RANKS, self.clock)
+        module: Any = ModuleType(FUNCTIONS[1].module)
+        module._p2p_ops = lambda **_: self.answer
+        module.P2PCommunicator = type("P2PCommunicator", (), {})
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        self.module = module
+
+    def started(self, answer: Any) -> Any:
+        self.answer = answer
+        return self.module._p2p_ops(group=None)
+
+
+def test_transfers_of_another_form_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(monkeypatch)
+    mark_waits(library.bubbles)
+    work = Work(library.clock)
+    for answer in (None, work, (work,)):
+        assert library.started(answer) is answer
+    assert library.started([None]) == [None] and library.started({"a": None}) == {"a": None}
+    for count, [marked] in enumerate((library.started([work]), library.started([work])), 1):
+        assert marked.wait() and library.bubbles.total_s == count
+    assert library.started({"a": work})["a"].wait() and library.bubbles.total_s == 3.0
+    assert copy.copy(marked).wait() and library.bubbles.total_s == 4.0
+
+
+def test_a_static_method_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = Library(monkeypatch)
+    kind: Any = library.module.P2PCommunicator
+    kind._communicate_shapes = staticmethod(lambda *shapes: shapes)
+    with caplog.at_level(logging.DEBUG, "holdfast"):
+        mark_waits(library.bubbles)
+    assert kind()._communicate_shapes(1, 2) == (1, 2)
+    assert "P2PCommunicator._communicate_shapes in this version, so waits there" in caplog.text
+
+
+def test_an_exchange_of_shapes_is_not_marked_where_it_waits_for_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = Library(monkeypatch)
+    kind: Any = library.module.P2PCommunicator
+    kind._communicate_shapes = lambda self: Work(library.clock).wait()
+    mark_waits(library.bubbles)
+    for devices, total_s in ((False, 1.0), (True, 1.0), (False, 2.0)):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda found=devices: found)
+        assert kind()._communicate_shapes() and library.bubbles.total_s == total_s

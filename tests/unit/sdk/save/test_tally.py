@@ -43,8 +43,10 @@ def test_waits_for_other_stages_are_reported_as_they_are_by_then() -> None:
     tally = Tally(bubbles)
     for total_s in (2.0, 2.5):
         with bubbles.bubble():
-            pass
-        assert tally.report("s", None).bubble_s == tally.counters.bubble_s == total_s
+            bubbles.copied_bytes += 7
+        report = tally.report("s", None)
+        assert report.bubble_s == tally.counters.bubble_s == total_s
+        assert report.bubble_bytes == tally.counters.bubble_bytes == bubbles.copied_bytes
 
 
 class EagerDaemon(FakeDaemon):
