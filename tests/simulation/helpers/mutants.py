@@ -972,8 +972,8 @@ MUTANTS = (
         edits=(
             (
                 f"{MOE}/reseating.py",
-                "                into = _bytes(tensor[seat_of[expert]])\n",
-                "                into = _bytes(tensor[expert % len(tensor)])\n",
+                "                _bytes(tensor[seat_of[expert]])\n",
+                "                _bytes(tensor[expert % len(tensor)])\n",
             ),
         ),
         test="sdk/moe/test_reseating.py",
