@@ -481,7 +481,7 @@ def test_a_rank_does_not_condemn_those_in_the_same_place_whose_devices_wait_for_
             5: recorded(synchronizes(5), in_group("0 nccl", 8, WORLD)),
         },
     )
-    assert (found.culprits, found.kind) == ({5}, HangKind.MISSING)
+    assert (found.culprits, found.kind) == (frozenset({5}), HangKind.MISSING)
 
 
 @pytest.mark.parametrize("numbers", ["equal", "chain"])
