@@ -57,7 +57,8 @@ class GroupCollectives(Struct, frozen=True, kw_only=True, gc=False):
     size: _Rank = 0
     """Number of ranks in the group."""
     members: tuple[_Rank, ...] = ()
-    """Ranks of the group if something is pending and they are at most `MEMBERS_MAX`; else empty."""
+    """Ranks of the group if something is pending and they are at most `MEMBERS_MAX`; else empty.
+    World ranks until the daemon has received them, as the rank of the process."""
 
 
 class SessionActivity(Struct, frozen=True, kw_only=True, gc=False):

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from holdfast_core.inspections import SessionActivity
 
-_NAME = "holdfast-activity"
 _WORLD = struct.Struct("<QI")
 """Epoch, and number of ranks."""
 _STEP = struct.Struct("<Q")
@@ -40,7 +39,7 @@ class Activity:
 
     def keep(self) -> None:
         """Keep all further notes, so that the launcher can read them. Raises OSError."""
-        file = os.memfd_create(_NAME)  # Stays open, for the launcher.
+        file = os.memfd_create(_name(os.getpid()))  # Stays open, for the launcher.
         os.write(file, bytes(FILE_BYTES))
         self._memory = mmap.mmap(file, FILE_BYTES)
 
@@ -82,12 +81,17 @@ ACTIVITY = Activity()
 """The notes of this process; kept once `_stacks.offer_stack` has found a launcher."""
 
 
+def _name(pid: int) -> str:
+    """The name of a process's file: its children inherit it, and may keep notes of their own."""
+    return f"holdfast-activity-{pid}"
+
+
 def activity_file(pid: int) -> Path | None:
     """Return the file in which a process keeps its notes; None if it keeps none. Raises OSError if
     its files cannot be seen."""
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):  # It may have been closed meanwhile.
-            if str(file.readlink()).startswith(f"/memfd:{_NAME} "):
+            if str(file.readlink()).startswith(f"/memfd:{_name(pid)} "):
                 return file
     return None
 

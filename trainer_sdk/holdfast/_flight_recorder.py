@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ def offer_collectives(directory: Path) -> None:
     """Let the launcher that has created `directory` ask for the collectives of this process. Raises
     OSError or RuntimeError if that is not possible."""
     question = question_file(directory, os.getpid())
+    question.unlink(missing_ok=True)  # of an earlier process with this number
     os.mkfifo(question, 0o600)
     pipe = os.open(question, os.O_RDWR | os.O_CLOEXEC)
     answer = answer_file(directory, os.getpid())
@@ -78,24 +79,51 @@ def recorded_collectives() -> list[GroupCollectives]:
             whole[backend] = entries[0]["record_id"] == 0
     found: list[tuple[bool, int, GroupCollectives]] = []
     for name, (members, count) in _groups_of(c10d).items():
-        entries = _of_this_group(recorded.get(name, []), count)
+        entries = recorded.get(name, [])
         if not entries and not whole.get(name.rpartition(" ")[2], False):
             continue  # Its collectives may have been overwritten in the record.
-        pending = next((e for e in entries if not e["retired"] and e["state"] != "completed"), None)
-        numbers = [e["collective_seq_id"] for e in entries if not e["is_p2p"]]
-        listed = pending is not None and len(members) <= MEMBERS_MAX
-        collectives = GroupCollectives(
-            group=name,
-            entered=max(numbers, default=0),
-            pending=0 if pending is None or pending["is_p2p"] else pending["collective_seq_id"],
-            operation="" if pending is None else pending["operation"],
-            size=len(members),
-            members=members if listed else (),
-        )
-        newest = max((e["record_id"] for e in entries), default=-1)
-        found.append((pending is None, -newest, collectives))
+        if (collectives := collectives_of(name, members, count, entries)) is not None:
+            newest = max((e["record_id"] for e in entries), default=-1)
+            found.append((not collectives.operation, -newest, collectives))
     found.sort(key=lambda each: each[:2])
     return [collectives for _, _, collectives in found[:GROUPS_MAX]]
+
+
+def collectives_of(
+    name: str, members: tuple[int, ...], count: int, entries: Sequence[Mapping[str, Any]]
+) -> GroupCollectives | None:
+    """Return the collectives of a group; None if the record is not complete, or not understood.
+
+    Groups that are made again, after a change of the world, have their old names, and count from 1
+    again. With gloo, the group counts messages between two ranks too, which are not recorded: after
+    one, nothing shows any more whose record it is.
+
+    Args:
+        members: world ranks of the group.
+        count: number of its collectives, as the group has counted them.
+        entries: record of all groups of this name, the oldest entry first.
+    """
+    latest = max((e["pg_id"] for e in entries), default=0)
+    own = [e for e in entries if e["pg_id"] == latest]
+    entered = max((e["collective_seq_id"] for e in own if not e["is_p2p"]), default=0)
+    if count == 0 and entered > 0:
+        own, entered = [], 0  # of an earlier group; this one has not been used yet
+    if entered != count:
+        return None
+    # The parts of a coalesced operation share its number, and never complete in the record: its
+    # last entry stands for the whole.
+    last = {(e["is_p2p"], e["p2p_seq_id" if e["is_p2p"] else "collective_seq_id"]): e for e in own}
+    pending = next(
+        (e for e in last.values() if not e["retired"] and e["state"] != "completed"), None
+    )
+    return GroupCollectives(
+        group=name,
+        entered=entered,
+        pending=0 if pending is None or pending["is_p2p"] else pending["collective_seq_id"],
+        operation="" if pending is None else pending["operation"],
+        size=len(members),
+        members=members if pending is not None and len(members) <= MEMBERS_MAX else (),
+    )
 
 
 def _entries_of(dump: Callable[[], bytes]) -> list[Any]:
@@ -105,8 +133,8 @@ def _entries_of(dump: Callable[[], bytes]) -> list[Any]:
 
 
 def _groups_of(c10d: Any) -> dict[str, tuple[tuple[int, ...], int]]:
-    """The ranks of each group that exists now, and the number of its collectives so far, by the
-    names of the group and of its backend."""
+    """The world ranks of each group that exists now, and the number of its collectives so far, by
+    the names of the group and of its backend."""
     world, found = c10d._world, dict[str, tuple[tuple[int, ...], int]]()
     for group in [*world.pg_map]:
         members = tuple(sorted(world.pg_group_ranks.get(group, ())))
@@ -116,17 +144,3 @@ def _groups_of(c10d: Any) -> dict[str, tuple[tuple[int, ...], int]]:
                 name = f"{group.group_name} {backend.name().lower()}"
                 found[name] = members, backend._get_sequence_number_for_group()
     return found
-
-
-def _of_this_group(entries: list[Any], count: int) -> list[Any]:
-    """The entries of a group that exists, without those of an earlier one of the same name: groups
-    that are made again, after a change of the world, count from 1 again."""
-    kept: list[Any] = []
-    lowest = count
-    for entry in reversed(entries):
-        if not entry["is_p2p"]:
-            if entry["collective_seq_id"] > lowest:
-                break
-            lowest = entry["collective_seq_id"]
-        kept.append(entry)
-    return kept[::-1]

@@ -33,13 +33,14 @@ class _Offer:
 def offer_stack(directory: Path | None) -> None:
     """Let the launcher that has created `directory` ask for the stack of this process's main
     thread, and for its collectives (`_flight_recorder`), and keep notes of its session for it
-    (`_activity`). Call it on the main thread. Does nothing
-    without a directory, or a second time; offers no stack where the signal is taken. Never
-    raises."""
+    (`_activity`). Call it on the main thread. Does nothing without a directory, or a second time;
+    offers no stack where the signal is taken. Never raises."""
     if directory is None or _Offer.pid == os.getpid():
         return
-    with suppress(OSError, RuntimeError):
+    _Offer.pid = os.getpid()
+    with suppress(OSError):
         ACTIVITY.keep()
+    with suppress(OSError, RuntimeError):
         offer_collectives(directory)
     if signal.getsignal(STACK_SIGNAL) is not signal.SIG_DFL:
         return
@@ -48,4 +49,3 @@ def offer_stack(directory: Path | None) -> None:
         file.write(f"{file.fileno()}\n".encode())
         # Other threads run on meanwhile, and their stacks could not be read safely.
         faulthandler.register(STACK_SIGNAL, file, all_threads=False)
-        _Offer.pid = os.getpid()

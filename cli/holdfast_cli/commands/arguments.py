@@ -409,8 +409,9 @@ def add_history(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the history: .png, .svg or .pdf"
     )
-    parser.add_argument("--json", action="store_true", help="print the history as JSON")
-    parser.add_argument(
+    printed = parser.add_mutually_exclusive_group()
+    printed.add_argument("--json", action="store_true", help="print the history as JSON")
+    printed.add_argument(
         "--stacks",
         action="store_true",
         help="print where each rank was when the job was inspected because it hung",

@@ -42,7 +42,8 @@ def history(options: argparse.Namespace) -> int:
         job, events = asyncio.run(_read(url, named))
     if options.stacks:
         print("\n".join(stacks_in(events)) or f"the catalogue has no inspection of {job}")
-        return 0
+        if not options.plot:
+            return 0
     recorded = history_of(events)
     if not recorded.recoveries:
         raise StorageError(f"the catalogue has events of {job}, but of no epoch: they are too old")
@@ -52,7 +53,7 @@ def history(options: argparse.Namespace) -> int:
         write_history_plot(options.plot, recorded, title=job)
     if options.json:
         print(json.dumps(as_json(job, recorded), indent=1))
-    else:
+    elif not options.stacks:
         Console().print(history_view(job, recorded))
     return 0
 

@@ -30,7 +30,7 @@ from holdfast_core.errors import (
     UnsavedError,
 )
 from holdfast_core.experts.loss_reports import LossReport
-from holdfast_core.inspections import InspectedProcess
+from holdfast_core.inspections import GroupCollectives, InspectedProcess
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import (
     SLOTS_MAX,
@@ -722,11 +722,26 @@ class JobEngine:
         if epoch != self.memory.epoch or asked is None or number != self.awaited_inspection:
             return []
         by_rank = {self.rank_in_world(each.rank): each for each in processes}
-        found = tuple(structs.replace(each, rank=rank) for rank, each in sorted(by_rank.items()))
+        found = tuple(
+            structs.replace(
+                each, rank=rank, collectives=tuple(map(self._with_ranks, each.collectives))
+            )
+            for rank, each in sorted(by_rank.items())
+        )
         self.memory.inspection = replace(asked, processes=found)
         for each in found:
             self.memory.note(JobEvent.INSPECTED, rank=each.rank, detail=each.in_words)
         return self._convergence.settle(now)
+
+    def _with_ranks(self, group: GroupCollectives) -> GroupCollectives:
+        """`group` with the ranks of its members, which are given as world ranks; without members if
+        one is not in the world."""
+        world = self._present().membership.world
+        try:
+            members = tuple(sorted(map(world.rank_of, group.members)))
+        except IndexError:
+            members = ()
+        return structs.replace(group, members=members)
 
     def trained(
         self,

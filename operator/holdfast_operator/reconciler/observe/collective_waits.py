@@ -11,6 +11,7 @@ that shows it. All of this comes from trainers: it is only ever shown, and compa
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,9 @@ from holdfast_operator.reconciler.observe.text import ranks_in_words
 
 WAITS_NAMED_MAX = 2
 """Collectives that the words for a wait name."""
+COMPARED_MAX = 65_536
+"""Ranks of all groups together that are compared, or the world once; waits of few ranks are left
+out first."""
 HOST_BACKEND = " gloo"
 """End of the names of groups whose collectives the main thread waits for by itself."""
 
@@ -30,11 +34,23 @@ class Wait:
     group: str
     number: int
     operation: str
+    members: tuple[int, ...]
+    """Ranks of the group; empty if they are not known."""
     waiting: tuple[int, ...]
     missing: tuple[int, ...]
-    """Members of the group that are known not to have entered it."""
-    entered_by_all: bool
-    """Whether all members of the group are known to have entered it."""
+    """Members of the group that are known not to have entered it, and to have entered the one
+    before it."""
+
+    @property
+    def place(self) -> tuple[str, int, tuple[int, ...]]:
+        """What is equal for all ranks that do the same: older versions of torch give one name to
+        several groups."""
+        return self.group, self.number, self.members
+
+    @property
+    def entered_by_all(self) -> bool:
+        """Whether all members of the group wait in it."""
+        return bool(self.members) and set(self.waiting) >= set(self.members)
 
     @property
     def name(self) -> str:
@@ -55,6 +71,9 @@ class CollectiveWaits:
     absent: Mapping[int, Wait]
     """The ranks that others wait for, and that wait in no collective themselves, each with the
     collective that it has not entered."""
+    circle: tuple[Wait, ...]
+    """Waits that are all for ranks which wait themselves, in another of these; empty if there are
+    none."""
 
     @property
     def on_devices(self) -> frozenset[int]:
@@ -66,22 +85,13 @@ class CollectiveWaits:
             for rank in wait.waiting
         )
 
-    @property
-    def circle(self) -> tuple[Wait, ...]:
-        """Waits that are all for ranks which wait themselves, in another of these; empty if there
-        are none."""
-        found = tuple(wait for wait in self.waits if wait.missing)
-        while True:
-            waiting = {rank for wait in found for rank in wait.waiting}
-            missing = {rank for wait in found for rank in wait.missing}
-            kept = tuple(
-                wait
-                for wait in found
-                if waiting.intersection(wait.missing) and missing.intersection(wait.waiting)
-            )
-            if kept == found:
-                return found
-            found = kept
+    def allow(self, culprits: Collection[int]) -> bool:
+        """Whether it may be only these ranks that hold up the others, as far as torch has recorded:
+        they do not if others are waited for, wait for each other, or have all entered what they
+        wait in."""
+        return not self.circle and not any(
+            wait.entered_by_all or not set(wait.missing) <= set(culprits) for wait in self.waits
+        )
 
     @property
     def in_words(self) -> str:
@@ -104,11 +114,10 @@ class CollectiveWaits:
     @property
     def _differing(self) -> list[Wait]:
         """The first waits in one number of one group with different operations."""
-        for first in self.waits:
-            same = [w for w in self.waits if (w.group, w.number) == (first.group, first.number)]
-            if len({wait.operation for wait in same}) > 1:
-                return same[:WAITS_NAMED_MAX]
-        return []
+        at_place = defaultdict[tuple[str, int, tuple[int, ...]], list[Wait]](list)
+        for wait in self.waits:
+            at_place[wait.place].append(wait)  # one for each operation
+        return next((same[:WAITS_NAMED_MAX] for same in at_place.values() if len(same) > 1), [])
 
 
 def collective_waits(
@@ -126,40 +135,73 @@ def collective_waits(
         for rank, process in answers.items()
         if process is not None and process.collectives
     }
-    where: dict[tuple[str, int, str, tuple[int, ...]], list[int]] = {}
+    everyone, known = tuple(sorted(ranks)), frozenset(ranks)
+    where: dict[tuple[str, int, str, tuple[int, ...], bool], list[int]] = {}
     for rank, groups in sorted(recorded.items()):
         for each in groups.values():
             if each.pending:
-                members = _members(rank, each, ranks)
-                where.setdefault((each.group, each.pending, each.operation, members), []).append(
-                    rank
-                )
+                members = each.members if known.issuperset(each.members) else ()
+                members = members if rank in members else ()
+                whole = not each.members and each.size == len(everyone)
+                key = (each.group, each.pending, each.operation, members, whole)
+                where.setdefault(key, []).append(rank)
     waits: list[Wait] = []
-    for (group, number, operation, members), waiting in where.items():
-        entered = {
-            rank: recorded[rank][group].entered >= number
-            for rank in members
-            if group in recorded.get(rank, {})
-        }
-        wait = Wait(
-            group=group,
-            number=number,
-            operation=operation,
-            waiting=tuple(waiting),
-            missing=tuple(rank for rank, has in entered.items() if not has),
-            entered_by_all=bool(members) and all(entered.get(rank, False) for rank in members),
-        )
-        waits.append(wait)
-    waits.sort(key=lambda wait: (-len(wait.waiting), wait.waiting))
+    compared = 0
+    for key, waiting in sorted(where.items(), key=lambda found: (-len(found[1]), found[1])):
+        group, number, operation, listed, whole = key
+        members = everyone if whole else listed
+        compared += len(members)
+        if compared > max(COMPARED_MAX, len(everyone)):
+            break
+        missing = _missing(group, number, members, recorded)
+        waits.append(Wait(group, number, operation, members, tuple(waiting), missing))
     busy = {rank for rank, groups in recorded.items() if any(g.operation for g in groups.values())}
     absent = {rank: wait for wait in reversed(waits) for rank in wait.missing if rank not in busy}
-    return CollectiveWaits(waits=tuple(waits), absent=absent)
+    return CollectiveWaits(waits=tuple(waits), absent=absent, circle=_circle(waits))
 
 
-def _members(rank: int, group: GroupCollectives, ranks: Collection[int]) -> tuple[int, ...]:
-    """The ranks of a group as one of them knows them; empty if they are not known."""
-    members = group.members or (tuple(sorted(ranks)) if group.size == len(ranks) else ())
-    return members if rank in members and set(members) <= set(ranks) else ()
+def _missing(
+    group: str,
+    number: int,
+    members: tuple[int, ...],
+    recorded: Mapping[int, Mapping[str, GroupCollectives]],
+) -> tuple[int, ...]:
+    """Members that have not entered a collective; none if one of them is further behind than the
+    collective before it. Others could not wait there then, so the group has been asked at different
+    times, or is not the same one."""
+    entered = {
+        rank: recorded[rank][group].entered for rank in members if group in recorded.get(rank, {})
+    }
+    behind = tuple(rank for rank, newest in entered.items() if newest < number)
+    return behind if all(entered[rank] == number - 1 for rank in behind) else ()
+
+
+def _circle(waits: Iterable[Wait]) -> tuple[Wait, ...]:
+    """The largest set of these waits in which each is for a rank, and has a rank waiting, that
+    links it to another one of the set."""
+    found = {index: wait for index, wait in enumerate(waits) if wait.missing}
+    waiting_in, missing_in = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+    for index, wait in found.items():
+        for rank in wait.waiting:
+            waiting_in[rank].add(index)
+        for rank in wait.missing:
+            missing_in[rank].add(index)
+    unchecked = set(found)
+    while unchecked:
+        index = unchecked.pop()
+        wait = found[index]
+        if any(waiting_in[r] for r in wait.missing) and any(missing_in[r] for r in wait.waiting):
+            continue
+        del found[index]
+        for own, other, linked in (
+            (waiting_in, missing_in, wait.waiting),
+            (missing_in, waiting_in, wait.missing),
+        ):
+            for rank in linked:
+                own[rank].discard(index)
+                unchecked |= set() if own[rank] else other[rank]
+        unchecked &= found.keys()
+    return tuple(found.values())
 
 
 def _joined(waits: Iterable[Wait]) -> str:

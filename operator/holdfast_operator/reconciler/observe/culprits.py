@@ -165,7 +165,9 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
         told = _told(groups)
         culprits = {place: found for place, found in told.items() if place.kind is _Kind.ABSENT}
     elif not culprits:
-        culprits = _minority(told)
+        minority = _minority(told)
+        allowed = waits.allow([rank for found in minority.values() for rank in found])
+        culprits = minority if allowed else {}
     faults = (each.hardware_fault for each in answers.values() if each is not None)
     if not culprits and any(faults):  # With NCCL, all ranks wait in one place.
         groups = _grouped(answers, _place_or_fault)
@@ -224,10 +226,26 @@ def _grouped(
     place_of: Callable[[InspectedProcess | None], _Place],
 ) -> dict[_Place, list[int]]:
     """The ranks at each place: first the places that explain most, then by their lowest ranks."""
-    groups: dict[_Place, list[int]] = {}
+    found: dict[_Place, dict[str, list[int]]] = {}
     for rank, process in sorted(answers.items()):
-        groups.setdefault(place_of(process), []).append(rank)
+        place = place_of(process)
+        found.setdefault(place, {}).setdefault(place.details, []).append(rank)
+    groups: dict[_Place, list[int]] = {}
+    for place, by_details in found.items():
+        ranks = sorted(rank for each in by_details.values() for rank in each)
+        groups[replace(place, details=_rarest(by_details))] = ranks
     return dict(sorted(groups.items(), key=lambda each: (each[0].kind, each[1][0])))
+
+
+def _rarest(by_details: Mapping[str, Sequence[int]]) -> str:
+    """The details that the fewest ranks of a place have, with these ranks where others have
+    different ones."""
+    details, ranks = min(
+        ((each, ranks) for each, ranks in by_details.items() if each),
+        key=lambda each: len(each[1]),
+        default=("", ()),
+    )
+    return details if len(by_details) == 1 else f"{details} ({ranks_in_words(ranks)})"
 
 
 def _held_up(
@@ -238,7 +256,8 @@ def _held_up(
     for the other ranks.
 
     Args:
-        on_devices: ranks that wait for others, although their main threads do not.
+        on_devices: ranks that wait for others, although their main threads do not. Others in the
+            same place may wait in the same way.
     """
 
     def of(*kinds: _Kind) -> dict[_Place, Sequence[int]]:
@@ -247,7 +266,7 @@ def _held_up(
     if stuck := of(_Kind.STOPPED, _Kind.UNINTERRUPTIBLE):
         return stuck
     ended, away, waiting = of(_Kind.ENDED), of(_Kind.LOADER, _Kind.CODE), of(*_WAITS)
-    away = {place: found for place, found in away.items() if not set(found) <= set(on_devices)}
+    away = {place: found for place, found in away.items() if not set(found) & set(on_devices)}
     if ended and (waiting or away):
         return ended if waiting else away
     return away if waiting else {}

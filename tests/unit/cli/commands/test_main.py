@@ -87,6 +87,13 @@ def test_help_teaches_by_examples(command: list[str], capsys: pytest.CaptureFixt
     assert "  holdfast " in capsys.readouterr().out
 
 
+def test_stacks_are_not_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["history", "--stacks", "--json"])
+    assert end.value.code == 2
+    assert "not allowed with argument --stacks" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 from member_engines import engine_of, membership_of
+from msgspec import structs
 
 from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.errors import InvalidJobError, StaleEpochError, UnreachableError
-from holdfast_core.inspections import InspectedProcess
+from holdfast_core.inspections import GroupCollectives, InspectedProcess
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import Layout, encode_layout
 from holdfast_core.snapshots.manifests import Inventory
-from holdfast_core.snapshots.membership import Tier
+from holdfast_core.snapshots.membership import Membership, Tier
 from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_core.snapshots.stored import PersistOrder, RankFile
 from holdfast_core.states import EndReason
@@ -126,6 +127,29 @@ def test_an_inspection_is_recorded_for_the_rank_once_and_forgotten_with_the_epoc
         engine.inspected(4, 3, [InspectedProcess(rank=0)], 7.0)
     engine.memory.begin_epoch(replace(SHRUNK, epoch=5))
     assert engine.overview().inspection is None
+
+
+@pytest.mark.parametrize(
+    ("membership", "numbers", "ranks"),
+    [
+        (SHRUNK, (0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 6, 7)),
+        (SHRUNK, (3, 4), (3, 6)),
+        (SHRUNK, (3, 6), ()),
+        (replace(SHRUNK, order=(3, 0, 1)), (0, 2), (0, 6)),
+    ],
+    ids=["whole", "subgroup", "unknown", "ordered"],
+)
+def test_groups_of_a_process_that_is_inspected_have_ranks(
+    membership: Membership, numbers: tuple[int, ...], ranks: tuple[int, ...]
+) -> None:
+    engine = engine_of(membership, 3)
+    engine.inspect(4, 1, 1.0)
+    group = GroupCollectives(group="0 gloo", pending=1, size=len(numbers), members=numbers)
+    number = membership.world.world_rank(6)
+    engine.inspected(4, 1, [InspectedProcess(rank=number, collectives=(group,))], 2.0)
+    made = engine.overview().inspection
+    assert made is not None and made.processes is not None
+    assert made.processes[0].collectives == (structs.replace(group, members=ranks),)
 
 
 def test_work_is_recorded_for_the_rank_and_forgotten_with_the_epoch(engine: JobEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -13,9 +14,14 @@ from holdfast_core.inspections import (
     Frame,
     GroupCollectives,
     InspectedProcess,
+    SessionActivity,
     bounded_process,
 )
-from holdfast_operator.reconciler.observe.culprits import TEXT_CHARACTERS_MAX, diagnose
+from holdfast_operator.reconciler.observe.culprits import (
+    TEXT_CHARACTERS_MAX,
+    HangKind,
+    diagnose,
+)
 
 LIB = "/env/lib/python3.11"
 TORCH = f"{LIB}/site-packages/torch"
@@ -411,6 +417,112 @@ def test_a_rank_that_is_missing_where_all_stacks_are_equal_is_named(place: objec
 def test_nobody_is_blamed_without_a_record_that_shows_it(other: InspectedProcess) -> None:
     first = recorded(synchronizes(0), in_group("0 nccl", 9, (0, 1), 9))
     assert diagnosed(first, other)[1] == set()
+
+
+def test_nobody_is_blamed_who_is_further_behind_than_a_wait_allows() -> None:
+    """A job that is only slow: its launchers answer up to two seconds apart."""
+    first = recorded(runs_backward(0), in_group("0 gloo", 40, WORLD))
+    others = [recorded(runs_backward(r), in_group("0 gloo", 57, WORLD, 57)) for r in range(1, 8)]
+    text, culprits = diagnosed(first, *others)
+    assert culprits == set() and "missing" not in text and "entered" not in text
+
+
+def test_a_collective_that_some_have_completed_is_not_held_up_below_them() -> None:
+    gone_on = recorded(synchronizes(0), in_group("0 nccl", 12, WORLD))
+    others = [recorded(synchronizes(r), in_group("0 nccl", 9, WORLD, 9)) for r in range(1, 8)]
+    assert "entered" not in diagnosed(gone_on, *others)[0]
+
+
+def test_groups_of_one_name_with_other_members_are_not_compared() -> None:
+    text, culprits = diagnosed(
+        *(recorded(reduces(rank), in_group("1 g", 9, (0, 1), 9)) for rank in (0, 1)),
+        *(
+            recorded(reduces(rank), in_group("1 g", 9, (2, 3), 9, operation="broadcast"))
+            for rank in (2, 3)
+        ),
+    )
+    assert culprits == set() and "not the same" not in text
+
+
+def test_a_minority_that_waits_for_the_others_is_not_blamed() -> None:
+    pair = tuple(range(6))
+    text, culprits = diagnosed(
+        *(
+            recorded(reduces(r), in_group("1 g", 7, pair, 7), in_group("0 g", 8, WORLD))
+            for r in pair
+        ),
+        *(recorded(reduces(r, 40), in_group("0 g", 9, WORLD, 9)) for r in (6, 7)),
+    )
+    assert culprits == set()
+    assert "ranks 6, 7 wait in all_reduce 9 of group 0 g for ranks 0, 1, 2, 3, 4, 5" in text
+
+
+def test_a_rank_that_waits_for_a_deadlock_is_not_blamed() -> None:
+    world = (0, 1, 2)
+    behind = [in_group("0 g", 8, world), in_group("1 g", 6, (0, 1)), in_group("2 g", 6, (0, 1))]
+    waits = [in_group(name, 7, (0, 1), 7) for name in ("1 g", "2 g")]
+    answers = {
+        0: recorded(reduces(0), waits[0], behind[2], behind[0]),
+        1: recorded(reduces(1), waits[1], behind[1], behind[0]),
+        2: recorded(reduces(2, 40), in_group("0 g", 9, world, 9)),
+    }
+    found = diagnose(world, answers)
+    assert (found.culprits, found.kind) == (frozenset(), HangKind.DEADLOCK)
+    assert "they wait for each other: rank 0 waits in all_reduce 7 of group 1 g" in found.text
+
+
+def test_a_rank_does_not_condemn_those_in_the_same_place_whose_devices_wait_for_it() -> None:
+    found = diagnose(
+        WORLD,
+        {
+            0: reduces(0, 50, "barrier"),
+            1: reduces(1, 50, "barrier"),
+            **{r: recorded(synchronizes(r), in_group("0 nccl", 9, WORLD, 9)) for r in range(2, 8)},
+            5: recorded(synchronizes(5), in_group("0 nccl", 8, WORLD)),
+        },
+    )
+    assert (found.culprits, found.kind) == (frozenset({5}), HangKind.MISSING)
+
+
+@pytest.mark.parametrize("numbers", ["equal", "chain"])
+def test_thousands_of_ranks_are_compared_in_a_bounded_number_of_steps(numbers: str) -> None:
+    """In a chain, each rank waits for all that are behind it."""
+    world = range(2000)
+    answers = {
+        rank: recorded(
+            reduces(rank),
+            structs.replace(in_group("0 g", number, (), number), size=len(world)),
+            *(in_group(f"{name} g", 4, (rank, rank ^ 1), 4) for name in range(1, 8)),
+        )
+        for rank in world
+        for number in [9 + (rank if numbers == "chain" else 0)]
+    }
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        found = diagnose(world, answers)
+    finally:
+        sys.setprofile(None)
+    assert found.culprits == frozenset()
+    assert calls < 600 * len(world)
+
+
+def test_what_one_of_many_sessions_waits_for_is_told_of_its_rank() -> None:
+    def in_save(rank: int, saving: str) -> InspectedProcess:
+        noted = SessionActivity(epoch=1, ranks=8, step=41, training="save", saving=saving)
+        return structs.replace(reduces(rank), session=noted)
+
+    agrees = "agrees with the other ranks"
+    all_alike = [in_save(rank, agrees) for rank in range(8)]
+    save = "in save of its session after step 41, while a save"
+    assert diagnosed(*all_alike)[0].endswith(f"{WAIT}: {save} {agrees}")
+    text, _ = diagnosed(*all_alike[:5], in_save(5, "waits for a slot"), *all_alike[6:])
+    assert text.endswith(f"{WAIT}: {save} waits for a slot (rank 5)")
 
 
 def test_a_group_that_does_not_contain_its_rank_shows_nothing() -> None:

@@ -187,6 +187,15 @@ def test_the_notes_of_a_session_are_read_while_its_process_hangs(workers: Worker
     assert "in save of its session after step 41, while a save waits for a slot" in saves.in_words
 
 
+def test_what_a_session_does_is_seen_where_the_signal_is_taken(workers: Workers) -> None:
+    """Each `holdfast.init` of a script offers again."""
+    again = SAVES.replace("import time\n", "import time\noffer_stack(read_stack_directory())\n")
+    workers.start(f"import signal; signal.signal({int(STACK_SIGNAL)}, lambda *_: 0)\n" + again)
+    (saves,) = inspect_workers(workers.pids(), workers.directory).values()
+    assert saves.frames == () and saves.session is not None
+    assert saves.session.saving == "waits for a slot"
+
+
 def test_a_child_of_a_rank_is_named_when_it_is_stopped(workers: Workers) -> None:
     rank = workers.start(FORKS)
     child = int(Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text())
