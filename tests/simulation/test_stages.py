@@ -53,7 +53,11 @@ def test_ranks_that_have_their_shards_go_back_only_to_a_line_that_is_older(
 
 
 def play(
-    topology: Topology, *losses: staging.Loss, every: int = 0, log_received: bool = False
+    topology: Topology,
+    *losses: staging.Loss,
+    every: int = 0,
+    steps: int = 12,
+    log_received: bool = False,
 ) -> staging.Cluster:
     with staging.surroundings():
         return staging.play(
@@ -61,7 +65,7 @@ def play(
                 seed=-1,
                 topology=topology,
                 window=3,
-                steps=12,
+                steps=steps,
                 losses=losses,
                 every=every,
                 log_received=log_received,
@@ -230,12 +234,20 @@ def test_a_scope_that_widens_again_and_again_goes_on_with_the_same_logs() -> Non
 
 
 def test_a_replay_that_comes_further_each_time_goes_on_with_the_same_logs() -> None:
-    # The line is of step 3. One rank of the stage dies in each replay, a step later than before.
-    again = [staging.Loss(step=step, point="sum", victims=(step % 2,)) for step in (4, 5, 6, 7, 8)]
-    first = staging.Loss(step=9, point="reduce", victims=(0,))
-    cluster = play(staging.PARTS, first, *again, every=3)
+    # One rank of the stage dies in each replay. The other one may not have completed the step
+    # before, but it has completed the one before that: they add up their gradients in each step.
+    first = staging.Loss(step=20, point="reduce", victims=(0, 1))
+    again = [
+        staging.Loss(step=step, point="reduce", victims=(number % 2,))
+        for number, step in enumerate((13, 15, 17, 19))
+    ]
+    cluster = play(Topology(dp=2, pp=2), first, *again, every=10, steps=21)
+    replays = [plan for _, plan in sorted(cluster.replays.items())]
+    assert [(plan.line, plan.target) for plan in replays] == [(10, 19)] * 5
+    before = [plan.progress.before for plan in replays]
+    assert before == sorted(set(before)), "each one comes further than those before"
     for rank in (2, 3):
-        assert cluster.processes[rank].first_in == {1: 1, 7: 9}
+        assert cluster.processes[rank].first_in == {1: 1, 6: 20}
 
 
 @pytest.mark.parametrize("topology", [Topology(dp=1, pp=4), staging.PARTS], ids=str)

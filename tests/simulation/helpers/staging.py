@@ -47,7 +47,7 @@ from holdfast._session.protected import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
 from holdfast_core.job.snapshots import Full, Repeats, SparseWindows
-from holdfast_core.protection.replaying import pipeline_neighbours
+from holdfast_core.protection.replaying import ReplayPlan, pipeline_neighbours
 from holdfast_core.protection.standing import (
     RankStanding,
     StandingAction,
@@ -359,6 +359,8 @@ class Cluster:
         self.corrupted = False
         """Whether a bit of a log has flipped."""
         self.counts: Counter[str] = Counter()
+        self.replays: dict[int, ReplayPlan] = {}
+        """Epoch → the replay in which ranks have begun to repeat steps there."""
         self._left = list(schedule.losses)
         self._gathered: dict[tuple[Any, ...], dict[int, Any]] = {}
         self._messages: dict[tuple[Any, ...], list[bytes]] = {}
@@ -594,10 +596,13 @@ class Cluster:
         with self.changed:
             self.counts[event] += 1
 
-    def begins(self, process: Process, epoch: int, step: int, *, alone: bool) -> None:
+    def begins(self, process: Process, epoch: int, step: int) -> None:
         """Check where a process goes on in an epoch."""
-        if alone:
+        assert process.session is not None
+        plan = process.session._replaying
+        if plan is not None:
             with self.changed:
+                self.replays[epoch] = plan
                 self._reached = max(self._reached, step)
         if epoch in process.first_in:
             return
@@ -1234,7 +1239,7 @@ def train(cluster: Cluster, process: Process) -> None:
         frozen = session._session.repeats
         process.repeats_in = world.epoch if alone else process.repeats_in
         with step:
-            cluster.begins(process, world.epoch, int(step), alone=alone)
+            cluster.begins(process, world.epoch, int(step))
             again = alone or frozen
             process.draw = cluster.draw(process, world.epoch, int(step), again=again)
             settle(cluster, process, session, int(step))
