@@ -250,14 +250,48 @@ def test_a_replay_that_comes_further_each_time_goes_on_with_the_same_logs() -> N
         assert cluster.processes[rank].first_in == {1: 1, 6: 20}
 
 
-@pytest.mark.parametrize("topology", [Topology(dp=1, pp=4), staging.PARTS], ids=str)
+def test_a_replay_that_ends_has_come_further() -> None:
+    losses = [staging.Loss(step=8, point="reduce", victims=(1,)) for _ in range(4)]
+    cluster = play(Topology(dp=1, pp=4), *losses, every=4)
+    replays = [plan for _, plan in sorted(cluster.replays.items())]
+    assert [(plan.line, plan.target) for plan in replays] == [(4, 7)] * 4
+    assert [plan.progress.fruitless for plan in replays] == [0, 0, 1, 2]
+    for rank in (0, 2, 3):
+        assert set(cluster.processes[rank].first_in.values()) == {1, 8}
+
+
+@pytest.mark.parametrize(
+    ("topology", "first"), [(Topology(dp=1, pp=4), (1,)), (Topology(dp=2, pp=2), (0, 1))], ids=str
+)
 def test_all_ranks_go_back_when_replays_are_cut_off_at_the_same_step_again_and_again(
-    topology: Topology,
+    topology: Topology, first: tuple[int, ...]
 ) -> None:
     again = [staging.Loss(step=2, point="backward", victims=(1,)) for _ in range(3)]
-    cluster = play(topology, staging.Loss(step=8, point="sum", victims=(1,)), *again)
+    cluster = play(topology, staging.Loss(step=8, point="sum", victims=first), *again)
     for rank in (2, 3):
         assert cluster.processes[rank].first_in[5] < 8
+
+
+def test_a_step_of_all_ranks_ends_the_count_of_fruitless_replays() -> None:
+    again = [staging.Loss(step=2, point="backward", victims=(1,)) for _ in range(3)]
+    first, last = (staging.Loss(step=step, point="reduce", victims=(1,)) for step in (11, 14))
+    cluster = play(Topology(dp=1, pp=4), first, *again, last, every=8, steps=15)
+    replays = [plan for _, plan in sorted(cluster.replays.items())]
+    assert [(plan.line, plan.target) for plan in replays] == [(8, 10)] * 3 + [(8, 13)]
+    assert [plan.progress.fruitless for plan in replays] == [0, 1, 2, 0]
+    for rank in (0, 2, 3):
+        first_in = cluster.processes[rank].first_in
+        assert (first_in[5], first_in[6]) == (9, 14)
+
+
+def test_the_model_knows_the_step_of_ranks_that_have_gone_back() -> None:
+    # All go back from step 6 to step 4. Then a stage is lost before they have step 6 again.
+    first = staging.Loss(step=7, point="reduce", victims=(1,), diverges=True)
+    second = staging.Loss(step=6, point="reduce", victims=(2,))
+    cluster = play(Topology(dp=1, pp=4), first, second, every=4)
+    assert cluster.counts["alone"] == staging.RANKS - 1
+    for rank in (0, 1, 3):
+        assert cluster.processes[rank].first_in[3] == 6
 
 
 def test_a_replay_has_the_messages_of_the_last_execution_of_each_step() -> None:
