@@ -284,16 +284,6 @@ def test_a_step_of_all_ranks_ends_the_count_of_fruitless_replays() -> None:
         assert (first_in[5], first_in[6]) == (9, 14)
 
 
-def test_the_model_knows_the_step_of_ranks_that_have_gone_back() -> None:
-    # All go back from step 6 to step 4. Then a stage is lost before they have step 6 again.
-    first = staging.Loss(step=7, point="reduce", victims=(1,), diverges=True)
-    second = staging.Loss(step=6, point="reduce", victims=(2,))
-    cluster = play(Topology(dp=1, pp=4), first, second, every=4)
-    assert cluster.counts["alone"] == staging.RANKS - 1
-    for rank in (0, 1, 3):
-        assert cluster.processes[rank].first_in[3] == 6
-
-
 def test_a_replay_has_the_messages_of_the_last_execution_of_each_step() -> None:
     with staging.surroundings():
         schedule = staging.Schedule.of_two_timelines(5)
