@@ -53,7 +53,11 @@ def test_ranks_that_have_their_shards_go_back_only_to_a_line_that_is_older(
 
 
 def play(
-    topology: Topology, *losses: staging.Loss, every: int = 0, log_received: bool = False
+    topology: Topology,
+    *losses: staging.Loss,
+    every: int = 0,
+    steps: int = 12,
+    log_received: bool = False,
 ) -> staging.Cluster:
     with staging.surroundings():
         return staging.play(
@@ -61,7 +65,7 @@ def play(
                 seed=-1,
                 topology=topology,
                 window=3,
-                steps=12,
+                steps=steps,
                 losses=losses,
                 every=every,
                 log_received=log_received,
@@ -230,22 +234,54 @@ def test_a_scope_that_widens_again_and_again_goes_on_with_the_same_logs() -> Non
 
 
 def test_a_replay_that_comes_further_each_time_goes_on_with_the_same_logs() -> None:
-    # The line is of step 3. One rank of the stage dies in each replay, a step later than before.
-    again = [staging.Loss(step=step, point="sum", victims=(step % 2,)) for step in (4, 5, 6, 7, 8)]
-    first = staging.Loss(step=9, point="reduce", victims=(0,))
-    cluster = play(staging.PARTS, first, *again, every=3)
+    # One rank of the stage dies in each replay. The other one may not have completed the step
+    # before, but it has completed the one before that: they add up their gradients in each step.
+    first = staging.Loss(step=20, point="reduce", victims=(0, 1))
+    again = [
+        staging.Loss(step=step, point="reduce", victims=(number % 2,))
+        for number, step in enumerate((13, 15, 17, 19))
+    ]
+    cluster = play(Topology(dp=2, pp=2), first, *again, every=10, steps=21)
+    replays = [plan for _, plan in sorted(cluster.replays.items())]
+    assert [(plan.line, plan.target) for plan in replays] == [(10, 19)] * 5
+    before = [plan.progress.before for plan in replays]
+    assert before == sorted(set(before)), "each one comes further than those before"
     for rank in (2, 3):
-        assert cluster.processes[rank].first_in == {1: 1, 7: 9}
+        assert cluster.processes[rank].first_in == {1: 1, 6: 20}
 
 
-@pytest.mark.parametrize("topology", [Topology(dp=1, pp=4), staging.PARTS], ids=str)
+def test_a_replay_that_ends_has_come_further() -> None:
+    losses = [staging.Loss(step=8, point="reduce", victims=(1,)) for _ in range(4)]
+    cluster = play(Topology(dp=1, pp=4), *losses, every=4)
+    replays = [plan for _, plan in sorted(cluster.replays.items())]
+    assert [(plan.line, plan.target) for plan in replays] == [(4, 7)] * 4
+    assert [plan.progress.fruitless for plan in replays] == [0, 0, 1, 2]
+    for rank in (0, 2, 3):
+        assert set(cluster.processes[rank].first_in.values()) == {1, 8}
+
+
+@pytest.mark.parametrize(
+    ("topology", "first"), [(Topology(dp=1, pp=4), (1,)), (Topology(dp=2, pp=2), (0, 1))], ids=str
+)
 def test_all_ranks_go_back_when_replays_are_cut_off_at_the_same_step_again_and_again(
-    topology: Topology,
+    topology: Topology, first: tuple[int, ...]
 ) -> None:
     again = [staging.Loss(step=2, point="backward", victims=(1,)) for _ in range(3)]
-    cluster = play(topology, staging.Loss(step=8, point="sum", victims=(1,)), *again)
+    cluster = play(topology, staging.Loss(step=8, point="sum", victims=first), *again)
     for rank in (2, 3):
         assert cluster.processes[rank].first_in[5] < 8
+
+
+def test_a_step_of_all_ranks_ends_the_count_of_fruitless_replays() -> None:
+    again = [staging.Loss(step=2, point="backward", victims=(1,)) for _ in range(3)]
+    first, last = (staging.Loss(step=step, point="reduce", victims=(1,)) for step in (11, 14))
+    cluster = play(Topology(dp=1, pp=4), first, *again, last, every=8, steps=15)
+    replays = [plan for _, plan in sorted(cluster.replays.items())]
+    assert [(plan.line, plan.target) for plan in replays] == [(8, 10)] * 3 + [(8, 13)]
+    assert [plan.progress.fruitless for plan in replays] == [0, 1, 2, 0]
+    for rank in (0, 2, 3):
+        first_in = cluster.processes[rank].first_in
+        assert (first_in[5], first_in[6]) == (9, 14)
 
 
 def test_a_replay_has_the_messages_of_the_last_execution_of_each_step() -> None:

@@ -57,6 +57,8 @@ class Mutant:
     """Whether the model of worlds of other sizes is to find it (`reshaping`)."""
     test: str = ""
     """Test below tests/unit that is to find it, and not the simulation."""
+    plays: str = ""
+    """Test of `test_stages.py` that is to find it, because few seeds would."""
     enforced_by: str = ""
     """What else enforces the rule, so that the simulation cannot find the bug."""
 
@@ -639,6 +641,28 @@ MUTANTS = (
                 "core/holdfast_core/protection/replaying.py",
                 "if progress.fruitless >= FRUITLESS_MAX:",
                 "if False:",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: forget that a replay has come to its end",
+        plays="test_a_replay_that_ends_has_come_further",
+        edits=(
+            (
+                f"{ELASTIC}/session.py",
+                "            self._note_repeated(plan.target)\n",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: go on counting fruitless replays after a step of all ranks",
+        plays="test_a_step_of_all_ranks_ends_the_count_of_fruitless_replays",
+        edits=(
+            (
+                f"{ELASTIC}/session.py",
+                "        self._progress = ReplayProgress()\n        if self._world.ended:",
+                "        if self._world.ended:",
             ),
         ),
     ),
@@ -1399,6 +1423,9 @@ def survives(mutant: Mutant) -> str:
             command = ["-m", "reshaping", "--count", str(RESHAPING_SCHEDULES)]
         if mutant.test:
             test = str(ROOT / "tests" / "unit" / mutant.test)
+            command = ["-m", "pytest", "-qx", "-n0", "-p", "no:cacheprovider", test]
+        if mutant.plays:
+            test = f"{SIMULATION.parent / 'test_stages.py'}::{mutant.plays}"
             command = ["-m", "pytest", "-qx", "-n0", "-p", "no:cacheprovider", test]
         command += ["--tier"] if mutant.tier else []
         command += ["--worlds"] if mutant.worlds else []

@@ -47,7 +47,7 @@ from holdfast._session.protected import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
 from holdfast_core.job.snapshots import Full, Repeats, SparseWindows
-from holdfast_core.protection.replaying import pipeline_neighbours
+from holdfast_core.protection.replaying import ReplayPlan, pipeline_neighbours
 from holdfast_core.protection.standing import (
     RankStanding,
     StandingAction,
@@ -158,10 +158,37 @@ class Schedule:
         )
 
     @classmethod
+    def of_widening(cls, seed: int) -> Schedule:
+        """A stage is lost, and while it repeats steps, others again and again: one that repeats
+        steps as well, and one more."""
+        rng = random.Random(seed)
+        stages = rng.sample(range(LONG.pp), LONG.pp - 1)
+        points = [rng.choice(("forward", "sum")) for _ in stages[1:]]
+        return cls(
+            seed=seed,
+            topology=LONG,
+            window=3,
+            steps=12,
+            every=rng.choice((0, 6)),
+            losses=(
+                Loss(step=8, point="reduce", victims=(stages[0],)),
+                *(
+                    Loss(step=2, point=point, victims=(rng.choice(stages[:lost]), stages[lost]))
+                    for lost, point in enumerate(points, start=1)
+                ),
+            ),
+            log_received=rng.random() < 0.5,
+            ring=rng.random() < 0.25,
+            redraws=rng.random() < 0.3,
+        )
+
+    @classmethod
     def of(cls, seed: int) -> Schedule:
         rng = random.Random(seed)
         if seed % 16 == 5:
             return cls.of_two_timelines(seed)
+        if seed % 32 == 9:
+            return cls.of_widening(seed)
         small = (*[Topology(dp=1, pp=4)] * 4, Topology(dp=2, pp=2), PARTS)
         topology = rng.choice((*small, *small, WIDE, WIDE, EXPERTS, SPREAD, LONG))
         window, count = rng.choice((2, 3, 4)), rng.choice((1, 2, 2, 3))
@@ -292,7 +319,7 @@ class Process:
     """Handle of the newest save."""
     daemon: FakeDaemon | None = None
     completed: int | None = None
-    """Newest step that it has completed in its life."""
+    """Step that it has completed; that of the others while it repeats steps alone."""
     repeats_in: int = 0
     """Newest epoch in which it repeats steps alone."""
     repeated: int = 0
@@ -359,6 +386,8 @@ class Cluster:
         self.corrupted = False
         """Whether a bit of a log has flipped."""
         self.counts: Counter[str] = Counter()
+        self.replays: dict[int, ReplayPlan] = {}
+        """Epoch → the replay in which ranks have begun to repeat steps there."""
         self._left = list(schedule.losses)
         self._gathered: dict[tuple[Any, ...], dict[int, Any]] = {}
         self._messages: dict[tuple[Any, ...], list[bytes]] = {}
@@ -594,11 +623,16 @@ class Cluster:
         with self.changed:
             self.counts[event] += 1
 
-    def begins(self, process: Process, epoch: int, step: int, *, alone: bool) -> None:
+    def begins(self, process: Process, epoch: int, step: int) -> None:
         """Check where a process goes on in an epoch."""
-        if alone:
+        assert process.session is not None
+        plan = process.session._replaying
+        if plan is not None:
             with self.changed:
+                self.replays[epoch] = plan
                 self._reached = max(self._reached, step)
+        else:
+            process.completed = step - 1  # less than before where it has gone back
         if epoch in process.first_in:
             return
         process.first_in[epoch] = step
@@ -1234,7 +1268,7 @@ def train(cluster: Cluster, process: Process) -> None:
         frozen = session._session.repeats
         process.repeats_in = world.epoch if alone else process.repeats_in
         with step:
-            cluster.begins(process, world.epoch, int(step), alone=alone)
+            cluster.begins(process, world.epoch, int(step))
             again = alone or frozen
             process.draw = cluster.draw(process, world.epoch, int(step), again=again)
             settle(cluster, process, session, int(step))
