@@ -30,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -762,17 +762,20 @@ class NodeChecks:
         self._until = time.monotonic() + LIMIT_S
         self._problem = ""
         """Why the process could not be started."""
-        # In memory, and not in a pipe: nobody reads it before the end, and NCCL may write much.
-        self._output = os.fdopen(os.memfd_create("node-checks"), "rb")
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.node_checks", *options],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-            )
-        except OSError as error:
-            self._output.close()
-            self._problem = f"no process can be started: {error.strerror}"
+        with ExitStack() as opened:
+            try:
+                # In memory, and not in a pipe: nobody reads it before the end, and NCCL may write
+                # much.
+                output = os.fdopen(os.memfd_create("node-checks"), "rb")
+                self._output = opened.enter_context(output)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "holdfast.node_checks", *options],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._output,
+                )
+                opened.pop_all()
+            except OSError as error:
+                self._problem = f"no process can be started: {error.strerror}"
 
     def require(self) -> None:
         """Wait for the results, as `results` does, and log them.
@@ -886,9 +889,10 @@ class RepeatedChecks:
         return self._due - time.monotonic()
 
     def stop(self) -> None:
-        """End the round that runs, if there is one."""
+        """End the round that runs, if there is one. The next one is due after a pause."""
         if self._round is not None:
             self._round.stop()
+        self._round, self._due = None, self._next_due()
 
     def _next_due(self) -> float:
         factor = random.uniform(1 - JITTER, 1 + JITTER)

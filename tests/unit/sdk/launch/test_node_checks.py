@@ -256,8 +256,11 @@ def test_a_round_ends_at_once_when_work_begins(plant: Plant, tmp_path: Path) -> 
     assert checks._round is not None
     process = checks._round._process
     assert process.poll() is None
+    checks._pause_s = 1000.0
     checks.stop()
     assert process.wait(10.0) == -signal.SIGKILL
+    # A world that cannot be entered, such as one without a store, is waited for again.
+    assert checks.look() > 100.0 and checks._round is None
 
 
 @pytest.mark.parametrize(
@@ -277,9 +280,18 @@ def test_where_no_process_can_be_started_nothing_is_proved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    results = NodeChecks(None).results()
-    assert [result.outcome for result in results] == [Outcome.NOT_CHECKED]
-    assert failures_in_words(results) == ""
+    unstarted = NodeChecks(None)
+
+    def refuse(name: str) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    for checks in (unstarted, NodeChecks(None)):
+        assert checks.is_over()
+        results = checks.results()
+        assert [result.outcome for result in results] == [Outcome.NOT_CHECKED]
+        assert failures_in_words(results) == ""
+        checks.stop()
 
 
 def test_the_known_product_is_that_of_integers(monkeypatch: pytest.MonkeyPatch) -> None:
