@@ -90,8 +90,8 @@ POLL_S = 0.05
 WRONG_SUM = 3
 """Exit code of a process that has found a wrong sum."""
 NICENESS = 19
-"""Niceness of checks beside other work. It weighs among processes of one control group, such as
-those of a pod."""
+"""Niceness of checks while a launcher waits. It weighs among processes of one control group, such
+as those of a pod."""
 JITTER = 0.25
 """Part of the pause between rounds of checks by which it may be shorter or longer: launchers that
 started together do not check together."""
@@ -791,13 +791,20 @@ class NodeChecks:
 
     Args:
         daemon: what is asked about links; None for nothing.
-        beside: whether other work goes first. The checks then give way to other processes, and
-            leave GPUs alone that are in use; what is too slow has not failed.
+        beside: whether there is other work, which goes first. The checks then leave GPUs alone
+            that are in use, and what is too slow has not failed.
+        niceness: how much they give way to other processes.
     """
 
-    def __init__(self, daemon: DaemonAddress | None, *, beside: bool = False) -> None:
+    def __init__(
+        self, daemon: DaemonAddress | None, *, beside: bool = False, niceness: int = 0
+    ) -> None:
         named = () if daemon is None else ("--socket", str(daemon.socket), "--job", daemon.job)
-        options = (*named, "--beside") if beside else named
+        options = (
+            *named,
+            *(("--beside",) if beside else ()),
+            *(("--niceness", str(niceness)) if niceness else ()),
+        )
         self._beside = beside
         self._until = time.monotonic() + LIMIT_S
         self._problem = ""
@@ -912,7 +919,7 @@ class RepeatedChecks:
         if self._round is None:
             if (left_s := self._due - time.monotonic()) > 0:
                 return left_s
-            self._round = NodeChecks(self._daemon, beside=True)
+            self._round = NodeChecks(self._daemon, beside=True, niceness=NICENESS)
         if not self._round.is_over():
             return ASK_AGAIN_S
         self._round.require()
@@ -959,16 +966,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--beside",
         action="store_true",
-        help="other work goes first: run with the lowest priority, use no GPU that is in use, and "
-        "fail nothing because it is slow",
+        help="other work goes first: use no GPU that is in use, and fail nothing for being slow",
+    )
+    parser.add_argument(
+        "--niceness",
+        type=int,
+        choices=range(NICENESS + 1),
+        default=0,
+        metavar="N",
+        help="how much to give way to other processes (default: 0, at most 19)",
     )
     args = parser.parse_args(argv)
     if (args.socket is None) != (args.job is None):
         parser.error("--socket and --job go together: give both, or none")
     named = args.socket is not None
     daemon = DaemonAddress(socket=args.socket, job=args.job) if named else daemon_of_environment()
-    if args.beside:
-        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    if args.niceness:
+        os.setpriority(os.PRIO_PROCESS, 0, args.niceness)
     failed = False
     for result in run_checks(daemon, beside=args.beside):
         print(json.dumps(asdict(result)), flush=True)

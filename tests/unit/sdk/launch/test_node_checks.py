@@ -29,6 +29,7 @@ from waiting import wait_for
 from holdfast import node_checks
 from holdfast._launch.kernel_log import KernelLog
 from holdfast.node_checks import (
+    NICENESS,
     TIME_MIN,
     CheckFailedError,
     DaemonAddress,
@@ -234,8 +235,10 @@ def test_rounds_begin_after_their_pause_more_or_less_and_a_failed_one_is_an_erro
     over = [False]
 
     class Round(NodeChecks):
-        def __init__(self, daemon: DaemonAddress | None, *, beside: bool = False) -> None:
-            made.append({"daemon": daemon, "beside": beside})
+        def __init__(
+            self, daemon: DaemonAddress | None, *, beside: bool = False, niceness: int = 0
+        ) -> None:
+            made.append({"daemon": daemon, "beside": beside, "niceness": niceness})
 
         def is_over(self) -> bool:
             return over[0]
@@ -254,7 +257,8 @@ def test_rounds_begin_after_their_pause_more_or_less_and_a_failed_one_is_an_erro
         pauses.add(pause_s)
         virtual_now[0] += pause_s
         assert 0 < checks.look() <= 1.0 and 0 < checks.look() <= 1.0  # it runs
-        assert made == [{"daemon": daemon, "beside": True}] * (number + 1)
+        expected = {"daemon": daemon, "beside": True, "niceness": NICENESS}
+        assert made == [expected] * (number + 1)
         over[0] = True
         assert checks.look() > 1.0
     assert len(pauses) > 1
