@@ -77,6 +77,8 @@ healthy one is more than ten times as fast."""
 PATTERNS = (0x00, 0xFF, 0x55, 0xAA)
 TIME_MIN = 1735689600.0
 """A clock before 2025 is wrong, and certificates are not valid yet."""
+PR_SET_PDEATHSIG = 1
+"""Operation of prctl(2)."""
 CLOCK_UNSYNCHRONISED = 0x40
 """STA_UNSYNC of adjtimex(2)."""
 ALL_REDUCE_BYTES = 16 << 20
@@ -670,10 +672,10 @@ def _those(codes: Sequence[int | None]) -> str:
 def _reduce(rank: int, backend: str, count: int, directory: str, limit_s: float) -> None:
     """Take part in the sum as one of `count` processes, and make a file of this name in `directory`
     when it begins; ends with `WRONG_SUM` if it is wrong."""
+    _end_with_parent()  # before it holds a device
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -697,11 +699,13 @@ def _reduce(rank: int, backend: str, count: int, directory: str, limit_s: float)
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that has started it ends, however that ends."""
+    """Have the kernel kill this process when the one that has started it ends, however that
+    ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a child of `all_reduce` runs this"
-    parent.join()
-    os._exit(1)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it has ended before
+        os._exit(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
