@@ -666,7 +666,7 @@ def test_a_fault_in_a_sum_is_found_and_an_error_proves_nothing(
         "sys.meta_path.insert(0, Planting())\n"
     )
     with pytest.raises(error, match=words):
-        all_reduce("gloo", 2, 60.0, 30.0)
+        all_reduce("gloo", 2, 100.0, 30.0)
 
 
 def test_processes_that_do_not_begin_in_time_prove_nothing(plant: Plant) -> None:
