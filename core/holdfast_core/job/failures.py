@@ -303,8 +303,8 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
                 "more": "A few seconds, also on spares of `holdfast run` where a launcher waits: "
                 "processors, memory, /dev/shm, disk, clock, GPUs and links to the job's other "
                 "nodes, as `holdfast preflight` does by hand. A node that gives wrong bytes, or "
-                "is slower than any healthy one, is replaced, and the failure counts against it in `holdfast nodes`. Applies to "
-                "pods that start after an edit.",
+                "is slower than any healthy one, is replaced, and the failure counts against it in "
+                "`holdfast nodes`. Applies to pods that start after an edit.",
             },
         ),
     ] = False
