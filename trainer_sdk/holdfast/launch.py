@@ -107,7 +107,8 @@ class LaunchSettings:
     wait_file: Path | None = None
     """File that says why the workers cannot start yet; None to write none."""
     ready_file: Path | None = None
-    """File to create once workers could start immediately, before this node asks for a world."""
+    """File to create once workers could start immediately, before this node asks for a world. Only
+    standby agents have one, which start while others train."""
     grace_s: float = GRACE_S
     """Time between SIGTERM and SIGKILL for workers."""
     reform_s: float = REFORM_S
@@ -123,9 +124,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     settings, exit_file = _settings(args), args.exit_file
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    # The checks take as long as the fork server, so they run beside it.
+    # The checks take as long as the fork server, so they run beside it. Those of a standby agent
+    # may share devices with training.
     daemon = DaemonAddress(socket=settings.socket, job=settings.job)
-    checks = NodeChecks(daemon) if settings.check_node else None
+    standby = settings.ready_file is not None
+    checks = NodeChecks(daemon, beside=standby) if settings.check_node else None
     try:
         script = _set_up_workers(settings)
         _log_to_stderr(args.member_node)

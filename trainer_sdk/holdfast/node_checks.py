@@ -29,8 +29,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -43,7 +43,7 @@ import numpy as np
 from holdfast._environment import read_environment, read_token_file
 from holdfast._launch.kernel_log import KernelLog
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.kernel_messages import KernelMessage
+from holdfast_core.kernel_messages import KernelMessage, gpu_id
 from holdfast_core.node_failures import age_in_words
 from holdfast_protos import trainer_pb2
 
@@ -77,6 +77,8 @@ healthy one is more than ten times as fast."""
 PATTERNS = (0x00, 0xFF, 0x55, 0xAA)
 TIME_MIN = 1735689600.0
 """A clock before 2025 is wrong, and certificates are not valid yet."""
+PR_SET_PDEATHSIG = 1
+"""Operation of prctl(2)."""
 CLOCK_UNSYNCHRONISED = 0x40
 """STA_UNSYNC of adjtimex(2)."""
 ALL_REDUCE_BYTES = 16 << 20
@@ -90,14 +92,22 @@ POLL_S = 0.05
 WRONG_SUM = 3
 """Exit code of a process that has found a wrong sum."""
 NICENESS = 19
-"""Niceness of checks beside other work: they get only what nobody else uses of the processors."""
+"""Niceness of checks while a launcher waits. It weighs among processes of one control group, such
+as those of a pod."""
 JITTER = 0.25
 """Part of the pause between rounds of checks by which it may be shorter or longer: launchers that
 started together do not check together."""
+UNUSED_MIB_MAX = 300
+"""MiB of a GPU's memory that may be in use although nobody uses it: the driver takes some for
+itself, and the least program takes more."""
 RETIRED_PAGES_MAX = 64
 """Pages that GPUs without rows to remap can retire."""
-SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown")
-"""Reasons of nvidia-smi why hardware halves the clock of a GPU, or worse."""
+RECOVERIES = {"reset", "reboot"}
+"""What nvidia-smi says that a GPU needs which can compute nothing before."""
+HEAT = "hw_thermal_slowdown"
+SLOWDOWNS = ("hw_slowdown", HEAT)
+"""Reasons of nvidia-smi why hardware halves the clock of a GPU, or worse. The first one alone may
+be the power of a whole rack, or work that begins."""
 CLOCK_LOOKS, CLOCK_PAUSE_S = 3, 1.0
 """How often the driver is asked for these reasons while GPUs work, and the pause before each
 time."""
@@ -142,7 +152,7 @@ class CheckFailedError(Exception):
 
 
 class TooSlowError(CheckFailedError):
-    """The node was too slow."""
+    """The node was too slow. Beside other work that is noticed, and is no failure."""
 
 
 class NoticedError(Exception):
@@ -347,10 +357,14 @@ def check_devices() -> str:
 
 
 def _beside(check: Callable[[], str]) -> str:
-    """Make a check of the GPUs, if the driver says that nobody uses them."""
-    used = [row for row in _ask_driver("--query-gpu=gpu_uuid,utilization.gpu") if row[1] != "0"]
-    if used:
-        raise NotCheckedError(f"{used[0][0]} may be in use, and other work goes first")
+    """Make a check of the GPUs, if the driver says that nobody uses them. Training that computes
+    nothing for a moment holds memory."""
+    rows = _ask_driver("--query-gpu=gpu_uuid,utilization.gpu,memory.used")
+    if not rows:
+        raise NotCheckedError("the driver does not say whether GPUs are in use")
+    for gpu, busy, used_mib in rows:
+        if busy != "0" or not used_mib.isdecimal() or int(used_mib) > UNUSED_MIB_MAX:
+            raise NotCheckedError(f"{gpu} may be in use, and other work goes first")
     return check()
 
 
@@ -380,17 +394,23 @@ def _check_device(device: Any, product: Any) -> tuple[float, float]:
 
 
 def _named(device: Any) -> str:
-    """The device with its UUID as the driver writes it, which says which one to repair."""
+    """The device with its UUID, which says which one to repair."""
+    uuid = _uuid(device)
+    return f"{device} ({uuid})" if uuid else str(device)
+
+
+def _uuid(device: Any) -> str:
+    """The UUID of a device as the driver writes it; empty if torch does not tell it."""
     import torch  # noqa: PLC0415
 
     if device.type != "cuda":
-        return str(device)
-    return f"{device} (GPU-{torch.cuda.get_device_properties(device).uuid})"
+        return ""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
+    return f"GPU-{uuid}" if uuid else ""
 
 
 def _copy_s(device: Any, target: Any, source: Any) -> float:
-    """Seconds of a copy, by the clock of the device if it has one: a process that has to wait for a
-    processor makes no device slow."""
+    """Seconds of a copy, by the clock of the device if it has one."""
     import torch  # noqa: PLC0415
 
     if device.type != "cuda":
@@ -408,34 +428,35 @@ def _copy_s(device: Any, target: Any, source: Any) -> float:
 
 def check_device_clocks() -> str:
     """Ask the driver whether hardware slows GPUs down, at rest and while they multiply matrices:
-    heat, or too little power, makes a GPU slow that computes rightly."""
+    heat, or too little power, makes a GPU slow that computes rightly. Heat that lasts fails."""
     import torch  # noqa: PLC0415
 
     if not torch.cuda.is_available():
         raise NotCheckedError("torch finds no GPU")
-    return clocks_at_work(
-        [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-    )
+    devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    return clocks_at_work({device: _uuid(device) for device in devices})
 
 
-def clocks_at_work(devices: Sequence[Any]) -> str:
-    """The same, while `devices` work."""
-    at_rest = _slowed_devices()
+def clocks_at_work(devices: Mapping[Any, str]) -> str:
+    """The same, while `devices` work, each given with its UUID: the driver knows those of other
+    jobs as well."""
+    at_rest = _slowed_devices(devices.values())
     stop, problems = threading.Event(), list[str]()
-    worker = threading.Thread(target=_keep_at_work, args=(devices, stop, problems))
+    worker = threading.Thread(target=_keep_at_work, args=(tuple(devices), stop, problems))
     worker.start()
     try:
         looks = []
         for _ in range(CLOCK_LOOKS):
             stop.wait(CLOCK_PAUSE_S)  # nobody sets it before
-            looks.append(_slowed_devices())
+            looks.append(_slowed_devices(devices.values()))
     finally:
         stop.set()
         worker.join()
-    always = set(looks[0]).intersection(*looks)
+    hot = [{gpu for gpu, why in look.items() if HEAT in why} for look in looks]
+    always = hot[0].intersection(*hot)
     slowed = {gpu: why for look in (at_rest, *looks) for gpu, why in look.items()}
     if always and not problems:
-        words = ", ".join(f"{gpu} ({slowed[gpu]})" for gpu in sorted(always))
+        words = ", ".join(f"{gpu} ({HEAT})" for gpu in sorted(always))
         raise CheckFailedError(f"for as long as it works, hardware slows down {words}")
     if slowed:
         words = ", ".join(f"{gpu} ({why})" for gpu, why in sorted(slowed.items()))
@@ -445,8 +466,12 @@ def clocks_at_work(devices: Sequence[Any]) -> str:
     return "hardware slows no GPU down, at rest or at work"
 
 
-def _slowed_devices() -> dict[str, str]:
-    """GPU that hardware slows down now → why, in words of the driver."""
+def _slowed_devices(gpus: Collection[str]) -> dict[str, str]:
+    """Those of `gpus` that hardware slows down now → why, in words of the driver.
+
+    Raises:
+        NotCheckedError: the driver does not tell it of each.
+    """
     try:
         rows = _ask_slowdowns("clocks_event_reasons")
     except NotCheckedError:  # drivers before 535
@@ -455,7 +480,9 @@ def _slowed_devices() -> dict[str, str]:
         row[0]: [why for why, says in zip(SLOWDOWNS, row[1:], strict=True) if says.lower() in YES]
         for row in rows
     }
-    return {gpu: ", ".join(why) for gpu, why in found.items() if why}
+    if unknown := set(gpus) - set(found):
+        raise NotCheckedError(f"the driver does not know {', '.join(sorted(unknown)) or 'a GPU'}")
+    return {gpu: ", ".join(found[gpu]) for gpu in gpus if found[gpu]}
 
 
 def _ask_slowdowns(group: str) -> list[list[str]]:
@@ -546,7 +573,9 @@ def _ask_driver(query: str) -> list[list[str]]:
 
 
 def check_kernel_log() -> str:
-    """Look in the kernel's log for faults of this container's GPUs that nothing has ended."""
+    """Look in the kernel's log for faults of this container's GPUs that nothing has ended. It
+    fails only if the driver says now that the GPU has to be reset, as not every driver writes down
+    that it was."""
     kernel = KernelLog()
     try:
         faults = kernel.past_faults()
@@ -554,13 +583,24 @@ def check_kernel_log() -> str:
         kernel.close()
     if faults is None:
         raise NotCheckedError("the kernel's log, or the folder of the driver, cannot be read")
+    unusable = [fault for fault in faults if fault.unusable]
+    waiting = _gpus_to_recover() if unusable else set()
     for error, found in (
-        (CheckFailedError, [fault for fault in faults if fault.unusable]),
+        (CheckFailedError, [fault for fault in unusable if fault.gpu in waiting]),
         (NoticedError, faults),
     ):
         if found:
             raise error("; ".join(map(_fault_in_words, found)))
     return "the kernel has reported no fault of a GPU since its driver was loaded"
+
+
+def _gpus_to_recover() -> set[str]:
+    """GPUs, as `gpu_id` has them, that their driver wants to be reset or their node to be started
+    again before anything uses them; none of drivers that do not say it."""
+    with suppress(NotCheckedError):
+        rows = _ask_driver("--query-gpu=pci.bus_id,gpu_recovery_action")
+        return {gpu_id(pci) for pci, action in rows if action.lower() in RECOVERIES}
+    return set()
 
 
 def _fault_in_words(fault: KernelMessage) -> str:
@@ -617,7 +657,7 @@ def all_reduce(backend: str, count: int, begin_s: float, limit_s: float) -> str:
     if began < count:
         raise NotCheckedError(f"{began} of {count} processes began within {begin_s:.0f} s")
     if late:
-        raise CheckFailedError(f"the sum over {count} devices did not end within {limit_s:.0f} s")
+        raise TooSlowError(f"the sum over {count} devices did not end within {limit_s:.0f} s")
     return f"{count} devices gave the known sum"
 
 
@@ -632,10 +672,10 @@ def _those(codes: Sequence[int | None]) -> str:
 def _reduce(rank: int, backend: str, count: int, directory: str, limit_s: float) -> None:
     """Take part in the sum as one of `count` processes, and make a file of this name in `directory`
     when it begins; ends with `WRONG_SUM` if it is wrong."""
+    _end_with_parent()  # before it holds a device
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -659,11 +699,13 @@ def _reduce(rank: int, backend: str, count: int, directory: str, limit_s: float)
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that has started it ends, however that ends."""
+    """Have the kernel kill this process when the one that has started it ends, however that
+    ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a child of `all_reduce` runs this"
-    parent.join()
-    os._exit(1)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it has ended before
+        os._exit(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -737,6 +779,8 @@ def run_checks(daemon: DaemonAddress | None, *, beside: bool) -> Iterator[Result
     for name, check in checks_of(daemon, beside=beside).items():
         try:
             yield Result(name, Outcome.PASSED, check())
+        except TooSlowError as error:
+            yield Result(name, Outcome.NOTICED if beside else Outcome.FAILED, str(error))
         except CheckFailedError as error:
             yield Result(name, Outcome.FAILED, str(error))
         except NoticedError as error:
@@ -751,28 +795,38 @@ class NodeChecks:
 
     Args:
         daemon: what is asked about links; None for nothing.
-        beside: whether other work goes first. The checks then get only what nobody else uses of the
-            processors, and leave GPUs alone that are in use.
+        beside: whether there is other work, which goes first. The checks then leave GPUs alone
+            that are in use, and what is too slow has not failed.
+        niceness: how much they give way to other processes.
     """
 
-    def __init__(self, daemon: DaemonAddress | None, *, beside: bool = False) -> None:
+    def __init__(
+        self, daemon: DaemonAddress | None, *, beside: bool = False, niceness: int = 0
+    ) -> None:
         named = () if daemon is None else ("--socket", str(daemon.socket), "--job", daemon.job)
-        options = (*named, "--beside") if beside else named
+        options = (
+            *named,
+            *(("--beside",) if beside else ()),
+            *(("--niceness", str(niceness)) if niceness else ()),
+        )
         self._beside = beside
         self._until = time.monotonic() + LIMIT_S
         self._problem = ""
         """Why the process could not be started."""
-        # In memory, and not in a pipe: nobody reads it before the end, and NCCL may write much.
-        self._output = os.fdopen(os.memfd_create("node-checks"), "rb")
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.node_checks", *options],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-            )
-        except OSError as error:
-            self._output.close()
-            self._problem = f"no process can be started: {error.strerror}"
+        with ExitStack() as opened:
+            try:
+                # In memory, and not in a pipe: nobody reads it before the end, and NCCL may write
+                # much.
+                output = os.fdopen(os.memfd_create("node-checks"), "rb")
+                self._output = opened.enter_context(output)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "holdfast.node_checks", *options],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._output,
+                )
+                opened.pop_all()
+            except OSError as error:
+                self._problem = f"no process can be started: {error.strerror}"
 
     def require(self) -> None:
         """Wait for the results, as `results` does, and log them.
@@ -796,19 +850,18 @@ class NodeChecks:
 
     def results(self) -> list[Result]:
         """Wait for the results, for `LIMIT_S` at most. If an instruction ended the process, or it
-        did not end, the check that it was at has failed. Beside other work, a process that only
-        needed more of the processors has not."""
+        did not end, the check that it was at has failed. Beside other work, one that did not end
+        proves nothing: it may have had too little of the processors."""
         if self._problem:
             return [Result("all", Outcome.NOT_CHECKED, self._problem)]
         try:
             self._process.wait(max(0.0, self._until - time.monotonic()))
             outcome, end = self._end()
         except subprocess.TimeoutExpired:
-            starved = self._beside and self._wants_processor()
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):  # the kernel does not let go of it
                 self._process.wait(KILL_S)
-            outcome = Outcome.NOT_CHECKED if starved else Outcome.FAILED
+            outcome = Outcome.NOT_CHECKED if self._beside else Outcome.FAILED
             end = f"did not end within {LIMIT_S:.0f} s"
         written = os.pread(self._output.fileno(), OUTPUT_BYTES_MAX, 0)
         self._output.close()
@@ -827,14 +880,6 @@ class NodeChecks:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_S)
             self._output.close()
-
-    def _wants_processor(self) -> bool:
-        """Whether a thread of the process runs, or waits for a processor."""
-        with suppress(OSError):
-            for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
-                if (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R":
-                    return True
-        return False
 
     def _end(self) -> tuple[Outcome, str]:
         """What the end of the process says about the node, and how it ended; empty if as usual."""
@@ -878,7 +923,7 @@ class RepeatedChecks:
         if self._round is None:
             if (left_s := self._due - time.monotonic()) > 0:
                 return left_s
-            self._round = NodeChecks(self._daemon, beside=True)
+            self._round = NodeChecks(self._daemon, beside=True, niceness=NICENESS)
         if not self._round.is_over():
             return ASK_AGAIN_S
         self._round.require()
@@ -886,9 +931,10 @@ class RepeatedChecks:
         return self._due - time.monotonic()
 
     def stop(self) -> None:
-        """End the round that runs, if there is one."""
+        """End the round that runs, if there is one. The next one is due after a pause."""
         if self._round is not None:
             self._round.stop()
+        self._round, self._due = None, self._next_due()
 
     def _next_due(self) -> float:
         factor = random.uniform(1 - JITTER, 1 + JITTER)
@@ -924,16 +970,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--beside",
         action="store_true",
-        help="other work goes first: use only what is left of the processors, and no GPU that is "
-        "in use",
+        help="other work goes first: use no GPU that is in use, and fail nothing for being slow",
+    )
+    parser.add_argument(
+        "--niceness",
+        type=int,
+        choices=range(NICENESS + 1),
+        default=0,
+        metavar="N",
+        help="how much to give way to other processes (default: 0, at most 19)",
     )
     args = parser.parse_args(argv)
     if (args.socket is None) != (args.job is None):
         parser.error("--socket and --job go together: give both, or none")
     named = args.socket is not None
     daemon = DaemonAddress(socket=args.socket, job=args.job) if named else daemon_of_environment()
-    if args.beside:
-        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    if args.niceness:
+        os.setpriority(os.PRIO_PROCESS, 0, args.niceness)
     failed = False
     for result in run_checks(daemon, beside=args.beside):
         print(json.dumps(asdict(result)), flush=True)

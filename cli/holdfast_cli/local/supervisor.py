@@ -348,14 +348,12 @@ class Supervisor:
         await asyncio.to_thread(kill_marked, mark)
 
     def _note_exit(self, node: NodeRecord, agent: AgentRecord, code: int) -> None:
-        """Keep the last lines of a member's agent, and report its failure."""
+        """Keep the last lines of an agent, and report the failure of a member's."""
         member = next((m for m, each in node.agents.items() if each is agent), None)
-        if member is None:
-            return
-        log = self._directory.log(f"member-{member}")
+        log = self._directory.log(f"standby-{node.name}" if member is None else f"member-{member}")
         lines = last_lines(end_of(log), secrets_among(self._job.env))
         self._last_lines[(node.name, agent.attempt)] = lines
-        if code != 0 and not self.is_dead(node.name):
+        if member is not None and code != 0 and not self.is_dead(node.name):
             self._post("AgentExited", f"the agent of member {member} {_how(code)} ({log})", True)
 
     async def _written_exit_code(self, node: NodeRecord, agent: AgentRecord) -> int:

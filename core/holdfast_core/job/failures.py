@@ -300,11 +300,11 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             description="true or false",
             extra={
                 "title": "Whether a launcher checks its node before it takes part.",
-                "more": "A few seconds, also on spares that wait: processors, memory, /dev/shm, "
-                "disk, clock, GPUs and links to the job's other nodes, as `holdfast preflight` "
-                "does by hand. A node that gives wrong bytes, or is slower than any healthy one, "
-                "is replaced, and the failure counts against it in `holdfast nodes`. Applies to "
-                "pods that start after an edit.",
+                "more": "A few seconds, also on spares of `holdfast run` where a launcher waits: "
+                "processors, memory, /dev/shm, disk, clock, GPUs and links to the job's other "
+                "nodes, as `holdfast preflight` does by hand. A node that gives wrong bytes, or "
+                "is slower than any healthy one, is replaced, and the failure counts against it in "
+                "`holdfast nodes`. Applies to pods that start after an edit.",
             },
         ),
     ] = False
@@ -317,9 +317,12 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             examples=[1800],
             extra={
                 "more": "With checkNodes. Checks are repeated, with the lowest priority and on "
-                "idle GPUs only, while a launcher waits for its first world, as on a spare; each "
+                "idle GPUs only, while a launcher waits for its first world: that of a member "
+                "that waits for other nodes, or to join, and on spares of `holdfast run`. On "
+                "spares in Kubernetes no launcher waits, so nothing is checked there. Each "
                 "pause is up to a quarter shorter or longer. A node that fails one is treated as "
-                "one that fails before it takes part. Applies to pods that start after an edit."
+                "one that fails before it takes part; what is only slow is noticed in the "
+                "launcher's log. Applies to pods that start after an edit."
             },
         ),
     ] = RECHECK_S

@@ -39,12 +39,20 @@ WAIT_S = 200.0
 
 BREAKS_LATER = """
 import os, pathlib, sys
-if "--beside" in sys.orig_argv and (pathlib.Path(__file__).parent / "broken").exists():
-    import hashlib
-    right = hashlib.sha256
-    hashlib.sha256 = lambda data=b"": right(data + b"!")
+here = pathlib.Path(__file__).parent
+if "--beside" in sys.orig_argv and (here / "broken").exists():
+    os.environ["PATH"] = f"{here}:{os.environ['PATH']}"
 """
-"""Runs in each Python process: while a launcher waits, processors begin to compute wrongly."""
+"""Runs in each Python process: while a launcher waits, the memory of a GPU begins to be worn out.
+"""
+
+GPU = "GPU-8f0b2c3d-0a1b-2c3d-4e5f-00112233aabb"
+DRIVER = f"""#!/bin/sh
+case $1 in
+*remapped*) echo "{GPU}, Yes, No";;
+*) exit 2;;
+esac
+"""
 
 TRAINS_ON = """
 import pathlib, time, torch, holdfast
@@ -63,6 +71,8 @@ def job_of(directory: Path, planted: str, script: str, **policy: object) -> MoET
     `planted` first."""
     (directory / "sitecustomize.py").write_text(planted)
     (directory / "train.py").write_text(script)
+    (directory / "nvidia-smi").write_text(DRIVER)
+    (directory / "nvidia-smi").chmod(0o755)
     return make_job(
         "checked",
         [sys.executable, str(directory / "train.py")],
@@ -73,13 +83,13 @@ def job_of(directory: Path, planted: str, script: str, **policy: object) -> MoET
     )
 
 
-def failures(directory: Path) -> dict[str, list[FailureKind]]:
-    """Node → the kinds of its failures in the run's record."""
+def failures(directory: Path) -> dict[str, list[tuple[FailureKind, str]]]:
+    """Node → the kinds of its failures in the run's record, and the devices that failed."""
     record, problems = read_record(
         RunDirectory(directory / "run", "").node_failures_file, time.time()
     )
     assert not problems
-    return {node: [failure.kind for failure in found] for node, found in record.items()}
+    return {node: [(each.kind, each.device) for each in found] for node, found in record.items()}
 
 
 @pytest.mark.slow
@@ -100,7 +110,7 @@ def test_a_node_that_computes_wrongly_takes_no_part_and_is_remembered(directory:
     assert "processors: a product of integers is not the known one" in (
         status.last_failure.last_lines
     )
-    assert failures(directory) == {"n0": [FailureKind.FAILED_CHECK]}
+    assert failures(directory) == {"n0": [(FailureKind.FAILED_CHECK, "")]}
 
 
 @pytest.mark.slow
@@ -129,4 +139,4 @@ def test_a_spare_that_breaks_while_it_waits_is_remembered_and_training_goes_on(
     assert outcome is Outcome.COMPLETE and not status.recoveries
     [text] = {e.message for e in status.local.events if e.reason == "StandbyExited"}
     assert "the standby agent on n1 did not take part, because a check of its node failed" in text
-    assert failures(directory) == {"n1": [FailureKind.FAILED_CHECK]}
+    assert failures(directory) == {"n1": [(FailureKind.FAILED_CHECK, GPU)]}

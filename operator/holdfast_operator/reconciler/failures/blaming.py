@@ -8,7 +8,7 @@ Not blamed are:
   exit code;
 - a lack of memory, which is the job's, and what a GPU ends because of a program;
 - ranks that end on several nodes at once, or most nodes of a job that are lost at once, or fail a
-  check: what they have in common is no node;
+  check about as soon as each makes one: what they have in common is no node;
 - a hang in which no member is known to hold up the others.
 
 A fault of hardware that the kernel has reported is the node's, whatever ended with it. A script
@@ -19,7 +19,8 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 
 from holdfast_core.exit_codes import RETRYABLE
 from holdfast_core.job.parsing import FailureRule, On
@@ -32,7 +33,11 @@ from holdfast_operator.reconciler.observe.evidence import Cause
 from holdfast_operator.reconciler.observe.lookups import ranks_in
 from holdfast_operator.reconciler.observe.text import checked_device, failed_check
 from holdfast_operator.reconciler.observe.views import BlamedNode, ControlState
-from holdfast_operator.reconciler.rules import Observation
+from holdfast_operator.reconciler.rules import Observation, RuleResult
+
+CHECKED_AGAIN = 1.5
+"""Times `failurePolicy.recheckSeconds` within which every launcher that waits has checked its node
+again."""
 
 
 def blamed_nodes(
@@ -47,33 +52,68 @@ def blamed_nodes(
     lost = {cause.member for cause in causes if cause.on is On.NODE_LOST}
     faulty = {cause.member for cause in causes if cause.hardware_fault} - lost
     unfit = {cause.member for cause in causes if cause.failed_check} - lost - faulty
+    together = recent_failed_checks(observation, state).keys() | unfit_nodes(membership, causes)
     devices = {each.member: each.device for each in causes if each.unfit_node and each.device}
     found: Iterable[BlamedNode]
     if lost or unfit or faulty:
         found = (
             *_each(membership, lost, FailureKind.LOST_NODE, {}, state.announced),
             *_each(membership, faulty, FailureKind.HARDWARE_FAULT, devices),
-            *_each(membership, unfit, FailureKind.FAILED_CHECK, devices),
+            *_each(
+                *(membership, unfit, FailureKind.FAILED_CHECK, devices),
+                excused=together if _most_of_job(together, membership) else frozenset(),
+            ),
         )
     else:
         found = _of_ended(observation, state, membership, causes, rules)
     return tuple(found)
 
 
-def failed_start(
+def unfit_nodes(membership: Membership, causes: Iterable[Cause]) -> frozenset[str]:
+    """Nodes of members that failed a check."""
+    failed = {cause.member for cause in causes if cause.failed_check}
+    return frozenset(member.node for member in membership.members if member.index in failed)
+
+
+def recent_failed_checks(observation: Observation, state: ControlState) -> dict[str, float]:
+    """Node → when its newest check failed. Nodes that wait check again at different times, so what
+    they have in common shows only after a while."""
+    oldest = observation.now - CHECKED_AGAIN * observation.job.spec.failure_policy.recheck_seconds
+    return {node: at for node, at in state.failed_checks.items() if at >= oldest}
+
+
+def with_failed_checks(
+    observation: Observation, state: ControlState, nodes: Iterable[str]
+) -> ControlState:
+    """`state`, in which checks of `nodes` have failed now."""
+    recent = recent_failed_checks(observation, state)
+    failed = recent | dict.fromkeys(nodes, observation.now)
+    return replace(state, failed_checks=failed)
+
+
+def _most_of_job(nodes: Collection[str], membership: Membership | None) -> bool:
+    return membership is not None and len(nodes) > 1 and 2 * len(nodes) > len(membership.members)
+
+
+def blame_start(
     observation: Observation,
-    state: ControlState,
+    result: RuleResult,
     node: str,
     code: int | None,
     last_lines: str,
     reason: str = "",
-) -> BlamedNode:
-    """What counts against `node` if an agent ended there before it took part, given its exit code,
-    its last lines and the reason of Kubernetes."""
+) -> RuleResult:
+    """`result`, with what counts against `node` if an agent ended there before it took part, given
+    its exit code, its last lines and the reason of Kubernetes."""
+    state = result.state
     if not failed_check(observation.job, code, reason):
-        return BlamedNode(node=node, kind=FailureKind.FAILED_START, epoch=state.epoch)
-    device = checked_device(last_lines)
-    return BlamedNode(node=node, kind=FailureKind.FAILED_CHECK, epoch=state.epoch, device=device)
+        return result.blame(BlamedNode(node=node, kind=FailureKind.FAILED_START, epoch=state.epoch))
+    state = with_failed_checks(observation, state, [node])
+    result = replace(result, state=state)
+    if _most_of_job(state.failed_checks, state.membership):
+        return result
+    device, kind = checked_device(last_lines), FailureKind.FAILED_CHECK
+    return result.blame(BlamedNode(node=node, kind=kind, epoch=state.epoch, device=device))
 
 
 def _each(

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.membership import Membership
-from holdfast_operator.reconciler.failures.blaming import failed_start
+from holdfast_operator.reconciler.failures.blaming import blame_start
 from holdfast_operator.reconciler.observe.counters import Setback
 from holdfast_operator.reconciler.observe.evidence import UNSCHEDULABLE_S, is_unschedulable
 from holdfast_operator.reconciler.observe.text import agent_exit_in_words
@@ -238,7 +238,7 @@ def _note_ends(observation: Observation, state: ControlState, membership: Member
         result = result.post(EventReason.JOINER_EXITED, text, warning=True)
         if agent.exit_code and not agent.disruption:
             end = agent.node, agent.exit_code, agent.last_lines, agent.reason
-            result = result.blame(failed_start(observation, state, *end))
+            result = blame_start(observation, result, *end)
     return result
 
 

@@ -14,7 +14,11 @@ from holdfast_core.exit_codes import BEGINS_ANEW
 from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule
 from holdfast_core.snapshots.membership import Membership
-from holdfast_operator.reconciler.failures.blaming import blamed_nodes
+from holdfast_operator.reconciler.failures.blaming import (
+    blamed_nodes,
+    unfit_nodes,
+    with_failed_checks,
+)
 from holdfast_operator.reconciler.failures.failure_rules import distinguishes_exit_codes
 from holdfast_operator.reconciler.failures.trainer_failures import (
     fail_alike,
@@ -191,7 +195,8 @@ def _await_nodes(observation: Observation, state: ControlState, case: _Case) -> 
 def _blame(observation: Observation, state: ControlState, case: _Case) -> RuleResult:
     """Note which nodes the failures count against, once, as no rule after this one waits."""
     blamed = blamed_nodes(observation, state, case.membership, case.causes, case.rules)
-    return RuleResult(state).blame(*blamed)
+    unfit = unfit_nodes(case.membership, case.causes)
+    return RuleResult(with_failed_checks(observation, state, unfit)).blame(*blamed)
 
 
 def _fail_alike(observation: Observation, state: ControlState, case: _Case) -> RuleResult:

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from holdfast_core.snapshots.membership import Membership
-from holdfast_operator.reconciler.failures.blaming import failed_start
+from holdfast_operator.reconciler.failures.blaming import blame_start, recent_failed_checks
 from holdfast_operator.reconciler.membership.joining import places
 from holdfast_operator.reconciler.observe.lookups import suspension_of
 from holdfast_operator.reconciler.observe.text import agent_exit_in_words
@@ -54,8 +54,11 @@ def keep_standbys(observation: Observation, state: ControlState) -> RuleResult:
             result = result.act(StopStandby(node=standby.node))
     if state.membership is None or state.resumed_epoch != state.membership.epoch:
         return result
-    exits = result.state.standby_exits
-    missing = [n for n in wanted if n not in there and observation.now >= _not_before(exits.get(n))]
+    missing = [
+        node
+        for node in wanted
+        if node not in there and observation.now >= _not_before(observation, result.state, node)
+    ]
     return result.act(*(StartStandby(node=node) for node in missing))
 
 
@@ -68,28 +71,29 @@ def _note_exits(
         for node, (times, at) in state.standby_exits.items()
         if observation.now - at < FORGET_S
     }
-    result = RuleResult(state)
+    result = RuleResult(replace(state, standby_exits=recent))
     for standby in observation.cluster.standbys:
         if standby.state is AgentState.EXITED and standby.node in wanted:
             times = recent.get(standby.node, (0, 0.0))[0] + 1
             recent[standby.node] = times, observation.now
             code = standby.exit_code
             how = "ended" if code is None else agent_exit_in_words(observation.job, code)
-            pause_s = _not_before(recent[standby.node]) - observation.now
+            result = blame_start(observation, result, standby.node, code, standby.last_lines)
+            pause_s = _not_before(observation, result.state, standby.node) - observation.now
             text = f"the standby agent on {standby.node} {how}; starting it again in {pause_s:g} s"
             result = result.post(EventReason.STANDBY_EXITED, text, warning=True)
-            result = result.blame(
-                failed_start(observation, state, standby.node, code, standby.last_lines)
-            )
-    return replace(result, state=replace(state, standby_exits=recent))
+    return result
 
 
-def _not_before(exits: tuple[int, float] | None) -> float:
-    """Time before which a standby agent must not be started again."""
-    if exits is None:
-        return float("-inf")
-    times, at = exits
-    return at + min(PAUSE_S * 2.0 ** (times - 1), PAUSE_S_MAX)
+def _not_before(observation: Observation, state: ControlState, node: str) -> float:
+    """Time before which a standby agent must not be started on a node. Where a check failed, that
+    is when the next one would be due: training runs, and may use the same devices."""
+    times, ended_at = state.standby_exits.get(node, (0, float("-inf")))
+    failed_at = recent_failed_checks(observation, state).get(node, float("-inf"))
+    return max(
+        ended_at + min(PAUSE_S * 2.0 ** (times - 1), PAUSE_S_MAX),
+        failed_at + observation.job.spec.failure_policy.recheck_seconds,
+    )
 
 
 def _is_taken_over(observation: Observation, state: ControlState, standby: StandbyView) -> bool:

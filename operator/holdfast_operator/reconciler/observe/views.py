@@ -567,6 +567,9 @@ class ControlState(Counters):
     """When a rank was first seen lost whose exit code the failure rules depend on."""
     unfit: frozenset[str] = frozenset()
     """Nodes on which an agent could not be scheduled since all members last trained."""
+    failed_checks: Mapping[str, float] = field(default_factory=dict)
+    """Node → when its newest check failed, for about as long as others take to check again.
+    Evidence: a new control loop begins anew."""
     announced: frozenset[str] = frozenset()
     """Nodes whose end was announced, also when it has come."""
     silent: frozenset[str] = frozenset()

@@ -75,6 +75,35 @@ def test_a_check_that_most_nodes_of_a_job_fail_counts_against_none() -> None:
     assert kinds(world) == {}
 
 
+def test_checks_that_most_nodes_of_a_job_fail_one_after_the_other_count_against_no_more() -> None:
+    """Launchers that wait check again at different times."""
+    world = World(make_job(spares=4), nodes=8)
+    world.settle(1.0)
+    for member in range(4):
+        world.exit_agent(member, FAILED_CHECK)
+        world.settle(120.0)
+    assert kinds(world) == {"n0": ["FailedCheck"], "n1": ["FailedCheck"]}
+
+
+def test_checks_that_fail_long_after_one_another_count_each() -> None:
+    world = World(make_job(spares=4, recheckSeconds=60), nodes=8)
+    world.settle(1.0)
+    for member in range(4):
+        world.exit_agent(member, FAILED_CHECK)
+        world.settle(120.0)
+    assert kinds(world) == {f"n{number}": ["FailedCheck"] for number in range(4)}
+
+
+def test_most_spares_that_fail_their_checks_have_something_in_common() -> None:
+    world = World(make_job(spares=4), nodes=8)
+    world.standbys_wanted = 4
+    world.settle(2.0)
+    for node in ("n4", "n5", "n6", "n7"):
+        world.exit_standby(node, FAILED_CHECK)
+        world.settle(2.0)
+    assert kinds(world) == {"n4": ["FailedCheck"], "n5": ["FailedCheck"]}
+
+
 def test_two_of_eight_nodes_count_each() -> None:
     world = World(make_job(8), nodes=10)
     world.settle(1.0)
@@ -154,3 +183,9 @@ def test_the_check_of_a_spare_counts_against_it() -> None:
     assert kinds(world) == {"n4": ["FailedCheck"]}
     [message] = world.messages("StandbyExited")
     assert "a check of its node failed" in message
+    assert message.endswith("starting it again in 1800 s")
+    world.settle(60.0)
+    assert "n4" not in world.standbys
+    world.now += 1800.0
+    world.settle(1.0)
+    assert "n4" in world.standbys

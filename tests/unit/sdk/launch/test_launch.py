@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from holdfast import launch
 from holdfast.launch import _record_waiting, main, script_of
 from holdfast.node_checks import NICENESS
 from holdfast_core.errors import AccessDeniedError
@@ -287,6 +288,22 @@ def test_a_node_that_breaks_while_its_launcher_waits_does_not_take_part(
         assert (tmp_path / "niceness").read_text() == str(NICENESS)
     finally:
         agent.end()
+
+
+@pytest.mark.parametrize("standby", [False, True])
+def test_the_first_checks_of_a_standby_agent_leave_alone_what_training_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, standby: bool
+) -> None:
+    def start(daemon: object, *, beside: bool) -> None:
+        assert beside is standby
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(launch, "NodeChecks", start)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    given = ["--socket", "s", "--job", "j", "--nodes", "1", "--nproc", "1", "--check-node"]
+    given += ["--ready-file", str(tmp_path / "ready")] if standby else []
+    with pytest.raises(ZeroDivisionError):
+        main([*given, "--", "true"])
 
 
 @pytest.mark.parametrize("option", ["--reform-s", "--recheck-s"])
