@@ -24,6 +24,7 @@ from holdfast._moe.dispatcher import (
     DispatchPlan,
     Placement,
     count_by_expert,
+    make_possible,
     sort_by_expert,
 )
 from holdfast._moe.exchanging import inverse_of
@@ -150,6 +151,51 @@ def test_a_plan_is_made_on_the_device_alone(seed: int) -> None:
     assert counts.shape == (drawn.experts,)
     assert (order.shape, arrival.shape) == ((expert_NK.numel(),), (arrived,))
     assert {one.device.type for one in (counts, planned.numbers, order, arrival)} == {"cuda"}
+
+
+# --- a world that ends meanwhile ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_numbers_of_other_ranks_give_lengths_that_agree(seed: int) -> None:
+    """An all-gather of NCCL that was aborted leaves what lay in memory."""
+    drawn = Drawn(2000 + seed)
+    draw = np.random.default_rng(seed)
+    width = int(draw.integers(1, 64))
+    left = draw.integers(-(2**width), 2**width, drawn.tokens_RE.shape)
+    for rank, own_E in enumerate(drawn.tokens_RE):
+        counts_RE = torch.from_numpy(left.copy())
+        make_possible(counts_RE, own_E, rank)
+        planned = DispatchPlan.of(counts_RE, drawn.placement(rank))
+        assert (planned.flows_2ER >= 0).all()
+        assert int(planned.flows_2ER[0].sum()) == int(own_E.sum())
+        assert torch.equal(planned.rows_SR.sum(), planned.flows_2ER[1].sum())
+    counts_RE = drawn.tokens_RE.clone()
+    make_possible(counts_RE, counts_RE[0].clone(), 0)
+    assert torch.equal(counts_RE, drawn.tokens_RE)
+
+
+def route_after_abort(rank: int) -> None:
+    """The all-gather fills nothing, as NCCL's if it was aborted, and the route is made."""
+    shape = Shape(ranks=2, copies=(((0, 1),), ((0, 1), (1, 1)), ((1, 1),)))
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    fakes = dist.all_gather
+
+    def abort(into: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        for part, left in zip(into, ([70, -3, 9], [-5, 6, 10**6]), strict=True):
+            part.copy_(torch.tensor(left))
+        return fakes([one.clone() for one in into], *args, **kwargs)
+
+    dist.all_gather = abort
+    group: Any = Group()
+    route = moe.MoELayer(DIM, DIM, shape.plan(), 0, group).route(torch.tensor([[0], [2], [1]]))
+    assert sorted(route.order.tolist()) == [0, 1, 2]
+    assert (sum(route.sent_rows), route.routed_E) == (3, [1, 1, 1])
+    dist.destroy_process_group()
+
+
+def test_a_route_after_an_aborted_gathering_contradicts_nothing() -> None:
+    run_ranks(route_after_abort, (), 1)
 
 
 # --- a whole layer --------------------------------------------------------------------------------
