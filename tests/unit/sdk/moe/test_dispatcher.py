@@ -29,6 +29,7 @@ from holdfast._moe.dispatcher import (
 )
 from holdfast._moe.exchanging import inverse_of
 from holdfast._moe.flows import copies_before
+from holdfast._moe.placed import PlacedExperts
 
 RANKS = 4
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
@@ -246,7 +247,21 @@ def test_the_host_reads_once_a_layer(expert: Any) -> None:
     run_ranks(count_reads, (reserve_port(), expert), 2)
 
 
-def compute_on_fake_device(rank: int) -> None:
+class Scaled(torch.nn.Module):
+    """Experts as a block of transformers has them: each scales its rows."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.scale = torch.nn.Parameter(torch.ones(experts, DIM))
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        return hidden_states * self.scale[top_k_index[:, 0]] * top_k_weights
+
+
+def compute_on_fake_device(rank: int, dtype: torch.dtype, placed: bool) -> None:
     """Forward pass of a layer whose tensors have no values."""
     shape = Shape(
         ranks=RANKS,
@@ -259,23 +274,36 @@ def compute_on_fake_device(rank: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
     stream, played = Stream(), []
     torch.cuda.current_stream = lambda device=None: stream  # type: ignore[assignment, return-value]
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
     def tolist(tensor: torch.Tensor) -> Sequence[int]:
         played.append(tensor.shape)
         return numbers
 
     group: Any = Group()
+    torch.set_default_dtype(dtype)
     FakeTensor.tolist = tolist  # type: ignore[method-assign, assignment]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
-        layer = moe.MoELayer(DIM, 2 * DIM, shape.plan(), 0, group, top_k=2)
+        layer: Any = moe.MoELayer(DIM, 2 * DIM, shape.plan(), 0, group, top_k=2)
         x_ND = torch.empty(rows, DIM, requires_grad=True)
+        given = [x_ND]
+        if placed:
+            layer = PlacedExperts(Scaled(len(shape.copies)), shape.plan(), 0, group)
+            chosen_NK = torch.empty(rows, 2, dtype=torch.int64)
+            given = [x_ND, chosen_NK, torch.empty(rows, 2)]
         layer.dispatcher.placement(x_ND.device)  # copied to the device once for a plan
         with OnDevice():
-            out, _ = layer(x_ND)
-    assert (out.device.type, out.shape) == ("cuda", x_ND.shape)
+            out = layer(*given)
+    out = out if placed else out[0]
+    assert (out.device.type, out.dtype, out.shape) == ("cuda", dtype, x_ND.shape)
     assert (played, stream.waits) == ([torch.Size([len(numbers)])], 1)
     dist.destroy_process_group()
 
 
-def test_a_layer_on_a_device_waits_for_it_once() -> None:
-    run_ranks(compute_on_fake_device, (), 1)
+@pytest.mark.parametrize(
+    ("dtype", "placed"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["a product for each seat", "grouped product", "placed"],
+)
+def test_a_layer_on_a_device_waits_for_it_once(dtype: torch.dtype, placed: bool) -> None:
+    run_ranks(compute_on_fake_device, (dtype, placed), 1)
