@@ -16,6 +16,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import holdfast
+from holdfast._state.nested import StepHooks
 from holdfast.testing import FakeDaemon
 
 WAIT_S = 30.0
@@ -165,6 +166,31 @@ def test_compiled_steps_are_saved_as_they_are_and_compiled_as_without_a_session(
     assert (saved.graphs, saved.calls) == (alone.graphs, alone.calls)
     assert all(OWN_BREAK in one and "_hold" in one for one in saved.breaks - alone.breaks)
     assert optimizer or not saved.breaks
+
+
+def test_hooks_are_called_around_each_compiled_step(machine: Machine) -> None:
+    """They wait for the copy of a save, and count steps."""
+    torch._dynamo.reset()
+    loop, called = Loop(machine.kind, None), list[str]()
+    before: dict[str, torch.Tensor] = {}
+    loop.loss(loop.batch(1)).backward()
+    hooks = StepHooks(
+        [loop.optimizer],
+        lambda _: called.append("before" if unchanged(loop, before) else "too late"),
+        lambda _: called.append("too early" if unchanged(loop, before) else "after"),
+    )
+    step = torch.compile(loop.optimizer.step, backend="aot_eager")
+    for _ in range(3):
+        before = {name: tensor.clone() for name, tensor in loop.state().items()}
+        step()
+    hooks.remove()
+    assert called == ["before", "after"] * 3
+
+
+def unchanged(loop: Loop, before: dict[str, torch.Tensor]) -> bool:
+    """Whether all that was there before is as it was."""
+    now = loop.state()
+    return all(torch.equal(now[name], tensor) for name, tensor in before.items())
 
 
 def test_compiled_passes_are_saved_with_the_bytes_of_passes_that_are_not(

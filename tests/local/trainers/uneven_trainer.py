@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 from holdfast import elastic, moe
-from holdfast._agree.exchange import GlooExchange
 from holdfast._daemon.client import GrpcClient
 from holdfast._elastic.session import ElasticSession
 from holdfast._moe import exchanging, gradients, reseating
@@ -127,7 +126,7 @@ def watch(faults: Faults) -> None:
     faults.before(ElasticSession, "_vote", "before-vote", "after-vote")
     faults.before(reseating.SeatChanges, "follow", "before-move", "after-move")
     faults.before(reseating, "renumbered", "in-plan")
-    faults.before(GlooExchange, "deal", "before-deal", "after-deal")
+    faults.before(reseating, "deal_rows", "before-deal", "after-deal")
     _watch_sums(faults)
     _watch_first_save(faults)
 

@@ -22,6 +22,10 @@ from holdfast._moe.flows import copies_before, flows, rows_of, starts_of
 from holdfast_core.elastic_experts.plans import ExpertPlan
 from holdfast_core.errors import InvalidJobError
 
+_TOKENS_MAX = 2**31 - 1
+"""Largest number of assignments of a rank to an expert: sums and products of it fit into 64 bits.
+"""
+
 
 class Order(StrEnum):
     """Order in which a token's K rows are added."""
@@ -231,6 +235,7 @@ class Dispatcher:
         )
         by_expert = sort_by_expert(expert_NK, by_choice=additions.by_choice)
         self.group.wait(gathering)
+        make_possible(tokens_RE, own_E, self.rank)
         # Plan. The order of what is sent needs no number on the host.
         planned = DispatchPlan.of(tokens_RE, placed)
         copied = HostCopy(planned.numbers)
@@ -299,6 +304,19 @@ def count_by_expert(expert_P: torch.Tensor, experts: int) -> torch.Tensor:
     counts = torch.zeros(experts, dtype=torch.int64, device=expert_P.device)
     numbers_P = expert_P.to(torch.int64)
     return counts.scatter_add_(0, numbers_P, torch.ones_like(numbers_P))
+
+
+def make_possible(tokens_RE: torch.Tensor, own_E: torch.Tensor, rank: int) -> None:
+    """Make counts possible ones, in place. An all-gather of NCCL that its world has ended leaves
+    any numbers, and the device would refuse lengths that contradict each other by an assertion,
+    after which the process cannot use it any more. Counts that have arrived stay as they are.
+
+    Args:
+        tokens_RE: [R, E], int64, the counts of all ranks.
+        own_E: [E], int64, those of `rank`.
+    """
+    tokens_RE.clamp_(0, _TOKENS_MAX)
+    tokens_RE[rank] = own_E
 
 
 def sort_by_expert(expert_NK: torch.Tensor, *, by_choice: bool) -> torch.Tensor:

@@ -14,7 +14,7 @@ others has either its old or its new seats, and the next world starts from these
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -256,11 +256,11 @@ class SeatChanges:
         live.sources()  # Discovers the parameters by name.
         for at, layer in enumerate(self._layers):
             seats = len(layer.experts.seat_experts)
-            tensors = [
-                self._tensor(live, stack, seats)
+            tensors = {
+                stack: self._tensor(live, stack, seats)
                 for stack in sorted(stacks, key=lambda one: one.name)
                 if stack.layer == at
-            ]
+            }
             of_layer = [one for one in moves if one.layer == at]
             if of_layer:
                 self._deal(layer, exchange, rank, plan, of_layer, tensors)
@@ -268,7 +268,7 @@ class SeatChanges:
                 layer.take_seats(plan)
             for seat, expert in enumerate(layer.experts.seat_experts):
                 if expert is None:
-                    for tensor in tensors:
+                    for tensor in tensors.values():
                         tensor[seat].zero_()
 
     @staticmethod
@@ -278,21 +278,23 @@ class SeatChanges:
         rank: int,
         plan: ExpertPlan,
         moves: Sequence[ExpertMove],
-        tensors: Sequence[torch.Tensor],
+        tensors: Mapping[Stack, torch.Tensor],
     ) -> None:
         """Exchange the moving experts of one layer, and put them into their seats.
 
-        Tensors on the experts' device and others, such as states in host memory, travel apart.
-        Nothing is written into a seat before all has arrived, since experts that leave may still
-        lie there.
+        Tensors on the experts' device and others, such as states in host memory, travel apart,
+        according to the statements: a state that a rank has just made may lie elsewhere. Nothing
+        is written into a seat before all has arrived, since experts that leave may still lie there.
         """
         given, taken = pairs_of(moves, rank, plan.room.ranks)
-        here = next(layer.experts.parameters()).device.type
-        arrived = list[tuple[Sequence[torch.Tensor], torch.Tensor]]()
-        for beside in (True, False):
-            some = [one for one in tensors if (one.device.type == here) is beside]
-            if some:
-                arrived.append((some, pass_on(layer, exchange, some, given, taken)))
+        here = next(layer.experts.parameters()).device
+        beside = [one for stack, one in tensors.items() if stack.device == here.type]
+        others = [one for stack, one in tensors.items() if stack.device != here.type]
+        arrived = [
+            (some, pass_on(layer, exchange, some, device, given, taken))
+            for some, device in ((beside, here), (others, torch.device("cpu")))
+            if some
+        ]
         layer.take_seats(plan)
         seat_of = layer.experts.seat_of
         for group, flat in arrived:
@@ -323,17 +325,20 @@ def pass_on(
     layer: ExpertLayer,
     exchange: Exchange,
     tensors: Sequence[torch.Tensor],
+    device: torch.device,
     given: Sequence[Sequence[int]],
     taken: Sequence[Sequence[int]],
 ) -> torch.Tensor:
     """Send the parts of `tensors` that belong to moving experts, one message for each pair of
     ranks. Collective.
 
-    From the experts' device, training's own group carries them; from elsewhere, or if any rank's
-    device has no memory left for the messages, the exchange does, in host memory.
+    On the experts' device, training's own group carries them; elsewhere, or if any rank's device
+    has no memory left for the messages, the exchange does, in host memory.
 
     Args:
-        tensors: stacks of the seats, all of them on the experts' device or all in host memory.
+        tensors: stacks of the seats, the same on all ranks.
+        device: where the messages lie, the experts' device or the host on all ranks; the tensors
+            may lie elsewhere.
         given, taken: for each rank the experts that go there, and that come from there.
 
     Returns:
@@ -342,7 +347,7 @@ def pass_on(
     each, seat_of = sum(len(_bytes(one[0])) for one in tensors), layer.experts.seat_of
     given_bytes, taken_bytes = [[each * len(one) for one in ranks] for ranks in (given, taken)]
     ends = sum(given_bytes), sum(given_bytes) + sum(taken_bytes)
-    room = allocate_agreed(exchange, ends[1], tensors[0].device)
+    room = allocate_agreed(exchange, ends[1], device)
     sent, arrived = room[: ends[0]], room[ends[0] :]
     parts = [_bytes(one[seat_of[e]]) for e in chain.from_iterable(given) for one in tensors]
     for into, part in zip(sent.split([len(one) for one in parts]), parts, strict=True):

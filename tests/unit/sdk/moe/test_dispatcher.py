@@ -24,10 +24,12 @@ from holdfast._moe.dispatcher import (
     DispatchPlan,
     Placement,
     count_by_expert,
+    make_possible,
     sort_by_expert,
 )
 from holdfast._moe.exchanging import inverse_of
 from holdfast._moe.flows import copies_before
+from holdfast._moe.placed import PlacedExperts
 
 RANKS = 4
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
@@ -152,6 +154,51 @@ def test_a_plan_is_made_on_the_device_alone(seed: int) -> None:
     assert {one.device.type for one in (counts, planned.numbers, order, arrival)} == {"cuda"}
 
 
+# --- a world that ends meanwhile ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_numbers_of_other_ranks_give_lengths_that_agree(seed: int) -> None:
+    """An all-gather of NCCL that was aborted leaves what lay in memory."""
+    drawn = Drawn(2000 + seed)
+    draw = np.random.default_rng(seed)
+    width = int(draw.integers(1, 64))
+    left = draw.integers(-(2**width), 2**width, drawn.tokens_RE.shape)
+    for rank, own_E in enumerate(drawn.tokens_RE):
+        counts_RE = torch.from_numpy(left.copy())
+        make_possible(counts_RE, own_E, rank)
+        planned = DispatchPlan.of(counts_RE, drawn.placement(rank))
+        assert (planned.flows_2ER >= 0).all()
+        assert int(planned.flows_2ER[0].sum()) == int(own_E.sum())
+        assert torch.equal(planned.rows_SR.sum(), planned.flows_2ER[1].sum())
+    counts_RE = drawn.tokens_RE.clone()
+    make_possible(counts_RE, counts_RE[0].clone(), 0)
+    assert torch.equal(counts_RE, drawn.tokens_RE)
+
+
+def route_after_abort(rank: int) -> None:
+    """The all-gather fills nothing, as NCCL's if it was aborted, and the route is made."""
+    shape = Shape(ranks=2, copies=(((0, 1),), ((0, 1), (1, 1)), ((1, 1),)))
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    fakes = dist.all_gather
+
+    def abort(into: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        for part, left in zip(into, ([70, -3, 9], [-5, 6, 10**6]), strict=True):
+            part.copy_(torch.tensor(left))
+        return fakes([one.clone() for one in into], *args, **kwargs)
+
+    dist.all_gather = abort  # type: ignore[assignment]
+    group: Any = Group()
+    route = moe.MoELayer(DIM, DIM, shape.plan(), 0, group).route(torch.tensor([[0], [2], [1]]))
+    assert sorted(route.order.tolist()) == [0, 1, 2]
+    assert (sum(route.sent_rows), route.routed_E) == (3, [1, 1, 1])
+    dist.destroy_process_group()
+
+
+def test_a_route_after_an_aborted_gathering_contradicts_nothing() -> None:
+    run_ranks(route_after_abort, (), 1)
+
+
 # --- a whole layer --------------------------------------------------------------------------------
 
 
@@ -200,7 +247,21 @@ def test_the_host_reads_once_a_layer(expert: Any) -> None:
     run_ranks(count_reads, (reserve_port(), expert), 2)
 
 
-def compute_on_fake_device(rank: int) -> None:
+class Scaled(torch.nn.Module):
+    """Experts as a block of transformers has them: each scales its rows."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.scale = torch.nn.Parameter(torch.ones(experts, DIM))
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        return hidden_states * self.scale[top_k_index[:, 0]] * top_k_weights
+
+
+def compute_on_fake_device(rank: int, dtype: torch.dtype, placed: bool) -> None:
     """Forward pass of a layer whose tensors have no values."""
     shape = Shape(
         ranks=RANKS,
@@ -213,23 +274,36 @@ def compute_on_fake_device(rank: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
     stream, played = Stream(), []
     torch.cuda.current_stream = lambda device=None: stream  # type: ignore[assignment, return-value]
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
     def tolist(tensor: torch.Tensor) -> Sequence[int]:
         played.append(tensor.shape)
         return numbers
 
     group: Any = Group()
+    torch.set_default_dtype(dtype)
     FakeTensor.tolist = tolist  # type: ignore[method-assign, assignment]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
-        layer = moe.MoELayer(DIM, 2 * DIM, shape.plan(), 0, group, top_k=2)
+        layer: Any = moe.MoELayer(DIM, 2 * DIM, shape.plan(), 0, group, top_k=2)
         x_ND = torch.empty(rows, DIM, requires_grad=True)
+        given = [x_ND]
+        if placed:
+            layer = PlacedExperts(Scaled(len(shape.copies)), shape.plan(), 0, group)
+            chosen_NK = torch.empty(rows, 2, dtype=torch.int64)
+            given = [x_ND, chosen_NK, torch.empty(rows, 2)]
         layer.dispatcher.placement(x_ND.device)  # copied to the device once for a plan
         with OnDevice():
-            out, _ = layer(x_ND)
-    assert (out.device.type, out.shape) == ("cuda", x_ND.shape)
+            out = layer(*given)
+    out = out if placed else out[0]
+    assert (out.device.type, out.dtype, out.shape) == ("cuda", dtype, x_ND.shape)
     assert (played, stream.waits) == ([torch.Size([len(numbers)])], 1)
     dist.destroy_process_group()
 
 
-def test_a_layer_on_a_device_waits_for_it_once() -> None:
-    run_ranks(compute_on_fake_device, (), 1)
+@pytest.mark.parametrize(
+    ("dtype", "placed"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["a product for each seat", "grouped product", "placed"],
+)
+def test_a_layer_on_a_device_waits_for_it_once(dtype: torch.dtype, placed: bool) -> None:
+    run_ranks(compute_on_fake_device, (dtype, placed), 1)

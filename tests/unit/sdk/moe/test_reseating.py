@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -23,9 +23,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from holdfast import moe
 from holdfast._agree.exchange import Alone, make_exchange
 from holdfast._moe.reseating import SeatChanges, pass_on
+from holdfast._moe.statements import Stack
 from holdfast._state.capture import LiveState
+from holdfast_core.elastic_experts.moving import ExpertMove
 from holdfast_core.elastic_experts.reports import PlanCause
-from holdfast_core.errors import InvalidJobError, NoRecoveryLineError
+from holdfast_core.errors import InvalidJobError, NoRecoveryLineError, UnreachableError
 from holdfast_core.topology import Topology
 
 WAIT_S = 60
@@ -190,30 +192,113 @@ def test_plans_that_do_not_fit_are_refused() -> None:
 # --- from device to device ------------------------------------------------------------------------
 
 
-class Refusing(Alone):
-    """An exchange that carries no bytes."""
-
-    def deal(self, *args: Any) -> None:
-        raise AssertionError("bytes of a device went through host memory")
+THREE = Shape(ranks=2, copies=(((0, 1),), ((0, 1), (1, 1)), ((1, 1),)))
+EACH_BYTES = 4 * (2 * DIM * HIDDEN + 5)
+"""Bytes of an expert with a state of five numbers."""
 
 
-def pass_on_fake_device(rank: int) -> None:
-    """Experts between devices, whose tensors have no values."""
-    shape = Shape(ranks=2, copies=(((0, 1),), ((0, 1), (1, 1)), ((1, 1),)))
+class Noting(Alone):
+    """An exchange that notes where the bytes that it carries lie.
+
+    Args:
+        full: ranks whose device has no memory left.
+    """
+
+    def __init__(self, full: int = 0) -> None:
+        self.full = full
+        self.dealt: list[tuple[str, int]] = []
+
+    def add(self, numbers: Sequence[int]) -> list[int]:
+        return [number + self.full for number in numbers]
+
+    def deal(self, given: torch.Tensor, *args: Any) -> None:
+        self.dealt.append((given.device.type, given.nbytes))
+
+
+@contextmanager
+def fake_device(rank: int) -> Iterator[Any]:
+    """A layer of experts on a device whose tensors have no values, for the rank of two."""
     dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
     group: Any = Group()
     with FakeTensorMode(), torch.device("cuda"):
-        layer = moe.MoELayer(DIM, HIDDEN, shape.plan(), 0, group)
-        tensors = [*map(torch.detach, layer.experts.parameters()), torch.empty(3, 5)]
-        with OnDevice(), messages_counted() as messages:
-            arrived = pass_on(layer, Refusing(), tensors, [[], [0]], [[], [2, 1]])
-    each = 4 * (2 * DIM * HIDDEN + 5)
-    assert (messages, arrived.nbytes, arrived.device.type) == ([each], 2 * each, "cuda")
+        yield moe.MoELayer(DIM, HIDDEN, THREE.plan(), 0, group)
     dist.destroy_process_group()
 
 
-def test_experts_go_from_device_to_device_without_host_memory() -> None:
-    run_ranks(pass_on_fake_device, (), 1)
+def pass_on_fake_device(rank: int, full: int) -> None:
+    """Experts between devices, or if one of them is full, in host memory."""
+    with fake_device(rank) as layer:
+        tensors = [*map(torch.detach, layer.experts.parameters()), torch.empty(3, 5)]
+        here, exchange = tensors[0].device, Noting(full)
+        with nullcontext() if full else OnDevice(), messages_counted() as messages:
+            arrived = pass_on(layer, exchange, tensors, here, [[], [0]], [[], [2, 1]])
+    assert arrived.nbytes == 2 * EACH_BYTES
+    if full:
+        assert (messages, exchange.dealt) == ([], [("cpu", EACH_BYTES)])
+    else:
+        assert (messages, exchange.dealt) == ([EACH_BYTES], [])
+    assert arrived.device.type == ("cpu" if full else "cuda")
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_experts_go_from_device_to_device_unless_one_is_full(full: int) -> None:
+    run_ranks(pass_on_fake_device, (full,), 1)
+
+
+def make_stack(name: str, tensor: torch.Tensor, device: str) -> Stack:
+    return Stack(layer=0, name=name, dtype="float32", shape=tuple(tensor.shape[1:]), device=device)
+
+
+def deal_new_state(rank: int) -> None:
+    """All ranks state that a state lies in host memory; this one has just made it on the device."""
+    with fake_device(rank) as layer:
+        exchange, shape = Noting(), Shape(ranks=2, copies=(((1, 1),), ((0, 1), (1, 1)), ((0, 1),)))
+        tensors = {
+            make_stack(str(at), one, "cuda"): one.detach()
+            for at, one in enumerate(layer.experts.parameters())
+        }
+        state = torch.empty(2, 5)
+        tensors[make_stack("state", state, "cpu")] = state
+        moves = [
+            ExpertMove(layer=0, expert=0, source=0, target=1),
+            ExpertMove(layer=0, expert=2, source=1, target=0),
+        ]
+        with messages_counted() as messages:
+            SeatChanges._deal(layer, exchange, rank, shape.plan(), moves, tensors)
+    assert (messages, exchange.dealt) == ([EACH_BYTES - 20], [("cpu", 20)])
+    assert set(layer.experts.seat_of) == {1, 2}
+
+
+def test_what_a_message_holds_is_what_all_ranks_have_stated() -> None:
+    run_ranks(deal_new_state, (), 1)
+
+
+def deal_without_end(rank: int) -> None:
+    """The world ends while experts are on their way, which NCCL does not report by itself."""
+    shape = Shape(ranks=2, copies=(((1, 1),), ((0, 1), (1, 1)), ((0, 1),)))
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+
+    class Ended(Group):
+        def finish(self) -> None:
+            raise UnreachableError("the training world has ended")
+
+    group: Any = Ended()
+    layer = moe.MoELayer(DIM, HIDDEN, THREE.plan(), 0, group)
+    stacks = [one.detach() for one in layer.experts.parameters()]
+    tensors = {make_stack(str(at), one, "cpu"): one for at, one in enumerate(stacks)}
+    before = [one.clone() for one in stacks]
+    seats, plan = layer.experts.seat_experts, layer.plan
+    moves = [ExpertMove(layer=0, expert=2, source=1, target=0)]
+    with pytest.raises(UnreachableError, match="has ended"):
+        SeatChanges._deal(layer, Noting(), rank, shape.plan(), moves, tensors)
+    assert layer.experts.seat_experts == seats
+    assert layer.plan is plan
+    assert all(map(torch.equal, stacks, before))
+    dist.destroy_process_group()
+
+
+def test_seats_stay_as_they_were_when_the_world_ends_before_all_has_arrived() -> None:
+    run_ranks(deal_without_end, (), 1)
 
 
 def pass_on_beside(rank: int, port: int) -> None:
@@ -225,7 +310,7 @@ def pass_on_beside(rank: int, port: int) -> None:
     states = [torch.full((2, 3), float(rank)), torch.full((2, 2), rank, dtype=torch.uint8)]
     other = 1 - rank
     pairs = [[[], [0]], [[], [1]]] if rank == 0 else [[[1], []], [[0], []]]
-    arrived = pass_on(layer, make_exchange(2, WAIT_S), states, *pairs)
+    arrived = pass_on(layer, make_exchange(2, WAIT_S), states, torch.device("cpu"), *pairs)
     assert arrived[:12].clone().view(torch.float32).tolist() == [other] * 3
     assert arrived[12:].tolist() == [other] * 2
 
