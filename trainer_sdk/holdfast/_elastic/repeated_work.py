@@ -26,6 +26,7 @@ from holdfast._elastic.work_samples import (
     STEPS,
     Operations,
     WorkSample,
+    left_out,
     perform,
     steps_of_optimizers,
 )
@@ -136,6 +137,12 @@ class RepeatedWork:
         """
         began_s = time.monotonic()
         turn, self._turn = self._turn, self._turn + 1
+        if turn == 0 and (names := left_out(optimizers)):
+            _log.warning(
+                "the steps of %s are not repeated on other ranks: only those of classes of "
+                "torch.optim are",
+                ", ".join(names),
+            )
         # State what there is. Each rank finds the same pairs.
         kind, samples = self._prepare(optimizers, units)
         sizes = [len(each.data) for each in samples]

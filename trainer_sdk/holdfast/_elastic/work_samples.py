@@ -10,14 +10,20 @@ into places that an index names (the gradient of an embedding), backward passes 
 cumulative sums, sorting. They are not compared, and no tolerance stands in for that.
 
 The bytes come from another rank of the job, so a sample can only name operations that this rank has
-executed itself, and its own optimizers. None of them may communicate.
+executed itself, and classes of its own optimizers. None of them may communicate.
+
+The live state may never be stepped. A class of another library may reach it in ways that nobody
+sees, such as an inner optimizer in an attribute of the class. So only the steps of torch's own
+classes are repeated, on an optimizer that is made of the sample alone.
 """
 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import msgspec
@@ -29,9 +35,8 @@ from holdfast._digests import digest_of
 from holdfast._state.collect import RandomGenerators
 from holdfast._state.dtensors import local_of
 from holdfast._state.extras import UnsupportedValueError, decode_extras, encode_extras
-from holdfast._state.groups import copy_with, step_alone
-from holdfast._state.nested import forget_scaling, with_nested
-from holdfast._state.own_values import attributes_of
+from holdfast._state.groups import step_alone
+from holdfast._state.nested import with_nested
 from holdfast_core.errors import CorruptError, HoldfastError
 
 BYTES_MAX = 256 << 20
@@ -69,6 +74,8 @@ _ATTENTION = {
 }
 """Of their results only the first is compared: the others are seeds, or are padded."""
 _OF_OPTIMIZERS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
+_DEPRECATING = ("typing_extensions", "warnings")
+"""Modules that wrap deprecated methods of torch's optimizers."""
 _SILENT = {"aten", "prim", "prims", "profiler", "mkldnn", "mkl"}
 """Namespaces of the operations that a step of an optimizer may have."""
 
@@ -78,8 +85,8 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True):
 
     operation: str = ""
     """Name of an operation of `aten`; empty for a step of an optimizer."""
-    optimizer: tuple[int, int] = (0, 0)
-    """Number of the optimizer in the session, and of the one within it."""
+    optimizer: str = ""
+    """Name of a class of `torch.optim`, for a step of an optimizer."""
 
 
 _HEADER = msgspec.json.Decoder(_Header)
@@ -194,6 +201,32 @@ def _is_captured(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def _is_of_torch(kind: type) -> bool:
+    """Whether `kind` is one of torch's own classes of optimizers, of which nothing was replaced."""
+    if vars(torch.optim).get(kind.__name__) is not kind or kind is torch.optim.LBFGS:
+        return False
+    functions = [
+        value
+        for each in kind.__mro__
+        for value in vars(each).values()
+        if isinstance(value, FunctionType)
+    ]
+    while functions:
+        function = functions.pop()
+        module = str(function.__globals__.get("__name__"))
+        if not module.startswith("torch.") and module not in _DEPRECATING:
+            return False
+        if isinstance(inner := getattr(function, "__wrapped__", None), FunctionType):
+            functions.append(inner)
+    return True
+
+
+def left_out(optimizers: Sequence[Any]) -> list[str]:
+    """Names of the classes of `optimizers` whose steps are not repeated."""
+    kinds = {type(one) for each in optimizers for one in with_nested(each, optimizers)}
+    return sorted(kind.__qualname__ for kind in kinds if not _is_of_torch(kind))
+
+
 @torch.no_grad()
 def steps_of_optimizers(
     optimizers: Sequence[Any], units: Callable[[torch.Tensor], str], bytes_max: int
@@ -205,17 +238,16 @@ def steps_of_optimizers(
         bytes_max: most bytes of all of them.
     """
     found = [
-        (index, at, one, group, parameter)
-        for index, optimizer in enumerate(optimizers)
-        for at, one in enumerate(with_nested(optimizer, optimizers))
-        # A wrapper's own step calls that of the one within it.
-        if isinstance(one, torch.optim.Optimizer) and len(with_nested(one, optimizers)) == 1
+        (one, group, parameter)
+        for optimizer in optimizers
+        for one in with_nested(optimizer, optimizers)
+        if _is_of_torch(type(one))
         for group in one.param_groups
         for parameter in group["params"]
         if isinstance(parameter.grad, torch.Tensor)
     ]
     samples, room = list[WorkSample](), bytes_max
-    for index, at, one, group, parameter in random.Random().sample(found, len(found)):
+    for one, group, parameter in random.Random().sample(found, len(found)):
         if len(samples) == STEPS:
             break
         state = dict(one.state.get(parameter) or {})
@@ -223,18 +255,13 @@ def steps_of_optimizers(
         nbytes = sum(map(span_bytes, (*tensors, *_tensors_in(state))))
         if nbytes > min(room, BYTES_MAX):
             continue
+        name = type(one).__name__
         try:
-            own = attributes_of(one)
-            if next(_tensors_in(own), None) is not None:
-                continue
             hyperparameters = {key: value for key, value in group.items() if key != "params"}
-            data = _encode(
-                _Header(optimizer=(index, at)),
-                (type(one).__qualname__, own, hyperparameters, state, *tensors),
-            )
+            data = _encode(_Header(optimizer=name), (hyperparameters, state, *tensors))
         except (HoldfastError, RuntimeError):
             continue  # what it holds has no bytes, so another rank could not repeat it
-        text = f"the step of {type(one).__qualname__} of a parameter {list(tensors[0].shape)}"
+        text = f"the step of {name} of a parameter {list(tensors[0].shape)}"
         samples.append(WorkSample(text=text, unit=units(parameter), data=data))
         room -= len(data)
     return samples
@@ -359,7 +386,7 @@ def _perform(data: bytes, names: Collection[str], optimizers: Sequence[Any]) -> 
         if header.operation:
             results = _execute(header.operation, names, *value)
         else:
-            results = _step(header, optimizers, *value)
+            results = _step(header.optimizer, optimizers, *value)
     return digest_of(_tensors_in(results))
 
 
@@ -384,26 +411,23 @@ def _execute(name: str, names: Collection[str], args: list[Any], named: dict[str
 
 
 def _step(
-    header: _Header,
+    name: str,
     optimizers: Sequence[Any],
-    kind: str,
-    own: dict[str, Any],
     hyperparameters: dict[str, Any],
     state: dict[Any, Any],
     parameter: torch.Tensor,
     gradient: torch.Tensor,
 ) -> Any:
-    """Step a copy of an optimizer that holds `parameter` alone. Return the parameter and its
-    state."""
-    index, at = header.optimizer
-    if index not in range(len(optimizers)):
-        raise UnsupportedValueError(f"this rank has no optimizer {index}")
-    optimizer = with_nested(optimizers[index], optimizers)[at]
-    if type(optimizer).__qualname__ != kind:
-        raise UnsupportedValueError(f"optimizer {index} is no {kind[:80]}")
+    """Step an optimizer of the class `name` that holds `parameter` alone. Return the parameter and
+    its state."""
+    own = {type(one) for each in optimizers for one in with_nested(each, optimizers)}
+    kind: Any = next((one for one in own if one.__name__ == name and _is_of_torch(one)), None)
+    if kind is None:
+        raise UnsupportedValueError(f"this rank has no optimizer {name[:80]} of torch")
     parameter.grad = gradient
-    one = copy_with(optimizer, hyperparameters, parameter, state)
-    vars(one).update(own)
-    forget_scaling([one])
+    one = object.__new__(kind)  # nothing of a live optimizer is in it
+    groups = [{**hyperparameters, "params": [parameter]}]
+    states = defaultdict(dict, {parameter: state})
+    one.__setstate__({"defaults": {}, "state": states, "param_groups": groups})
     step_alone(one)
     return [parameter, one.state[parameter]]

@@ -3,14 +3,13 @@ kept."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
+from functools import wraps
 from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from holdfast._elastic import work_samples
@@ -20,6 +19,7 @@ from holdfast._elastic.work_samples import (
     Operations,
     WorkSample,
     is_comparable,
+    left_out,
     perform,
     steps_of_optimizers,
 )
@@ -28,28 +28,17 @@ from holdfast._state.collect import RandomGenerators
 aten = torch.ops.aten
 
 
-class Counting(torch.optim.SGD):
-    """An optimizer with a state of its own in an attribute."""
+class Nesting(torch.optim.Optimizer):
+    """An optimizer whose step is that of another one, which it finds in one of many places."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=1e-3, momentum=0.9)
-        self.factor = random.random()
+    inner: Any = None
 
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.mul_(self.factor)
-        return super().step(closure)
+        del closure
+        self.found().step()
 
-
-class Communicating(torch.optim.SGD):
-    """An optimizer that exchanges something in its step, such as one with sharded states."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                dist.all_reduce(parameter.grad)
-        return super().step(closure)
+    def found(self) -> Any:
+        return self.inner or self.defaults["inner"]
 
 
 class Attending(nn.Module):
@@ -96,7 +85,11 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
     "fused Adam": lambda parameters: torch.optim.Adam(parameters, fused=True),
     "Adafactor": torch.optim.Adafactor,
-    "Counting": Counting,
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True),
+    "learning rate in a tensor": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), foreach=False),
+    "Adagrad": torch.optim.Adagrad,
+    "RAdam": torch.optim.RAdam,
 }
 
 
@@ -160,7 +153,7 @@ def perform_again(
 @pytest.mark.timeout(900)
 def test_a_thousand_steps_raise_no_alarm() -> None:
     torch.set_num_threads(1)
-    shapes = [("layers", "AdamW"), ("layers", "Counting"), ("attention", "AdamW")]
+    shapes = [("layers", "AdamW"), ("layers", "SGD"), ("attention", "AdamW")]
     shapes += [("experts", "Adafactor")]
     with get_context("spawn").Pool(1) as other:
         for model, optimizer in shapes:
@@ -223,18 +216,72 @@ def test_large_input_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [sample.text for sample in operations.kept] == ["aten.neg.default of [1000]"]
 
 
-@pytest.mark.usefixtures("group")
-def test_an_optimizer_that_communicates_is_not_repeated() -> None:
+def stepping(live: Any, place: str) -> list[Any]:
+    """Optimizers of a session, one of which steps `live` in its own step."""
+    parameters = live.param_groups[0]["params"]
+    if place == "of the session":
+        outer = Nesting(parameters, {})
+        outer.inner = live
+        return [outer, live]
+    if place == "class":
+        kind = type("AdamW", (Nesting,), {"inner": live})
+        return [kind(parameters, {})]
+    if place == "defaults":
+        return [Nesting(parameters, {"inner": live})]
+    if place == "a function":
+        inner = Nesting(parameters, {})
+        inner.found = lambda: live  # type: ignore[method-assign]
+        return [inner]
+    if place == "torch's own":
+        # Torch's own step does not use these, wherever they are.
+        outer = torch.optim.SGD(parameters, lr=0.1)
+        outer.step = live.step  # type: ignore[method-assign]
+        outer._init_group = lambda *_: live.step()  # type: ignore[method-assign]
+        outer.defaults["inner"] = live
+        outer.register_step_pre_hook(lambda *_: live.step())
+        return [outer]
+    outer = Nesting(parameters, {})
+    outer.inner = live
+    return [outer]
+
+
+@pytest.mark.parametrize(
+    "place", ["instance", "of the session", "class", "defaults", "a function", "torch's own"]
+)
+def test_no_live_optimizer_is_ever_stepped(place: str) -> None:
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
-    optimizer = Communicating([parameter], lr=0.1)
+    live = torch.optim.AdamW([parameter], lr=0.1)
+    optimizers = stepping(live, place)
+    samples = steps_of_optimizers(optimizers, lambda _: "", 1 << 20)
+    # A sample of another rank may name any class that this rank has.
+    names = {type(one).__name__ for one in optimizers}
+    (own,) = steps_of_optimizers([live], lambda _: "", 1 << 20)
+    renamed = [own.data.replace(b"AdamW", name.encode()) for name in names if len(name) == 5]
+    for data in (own.data, *renamed, *(each.data for each in samples)):
+        perform(data, (), optimizers)
+    assert torch.equal(parameter, torch.ones(4)) and not live.state
+    others = [one for one in optimizers if one is not live and type(one) is not torch.optim.SGD]
+    assert left_out(optimizers) == sorted(type(one).__qualname__ for one in others)
+    sampled = {"instance": 1, "of the session": 1, "a function": 0, "torch's own": 1}
+    assert len(samples) == sampled.get(place, 0)
+
+
+def test_a_class_of_torch_of_which_something_was_replaced_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
     (sample,) = steps_of_optimizers([optimizer], lambda _: "", 1 << 20)
+    assert perform(sample.data, (), [optimizer]) is not None
+    step = torch.optim.SGD.step
+
+    @wraps(step)
+    def counted(*args: Any, **named: Any) -> Any:
+        return step(*args, **named)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", counted)
+    assert steps_of_optimizers([optimizer], lambda _: "", 1 << 20) == []
     assert perform(sample.data, (), [optimizer]) is None
-    assert perform(sample.data, (), [torch.optim.SGD([parameter], lr=0.1)]) is None
-
-
-@pytest.fixture
-def group(tmp_path: Any) -> Any:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    assert left_out([optimizer]) == ["SGD"]
