@@ -43,10 +43,12 @@ class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     kind: int | None
     sizes: list[int]
     """Bytes of each of its samples."""
+    digests: list[int]
+    """Their digests, so that all ranks perform the same bytes."""
 
     @property
     def is_bounded(self) -> bool:
-        most = len(self.sizes) <= OPERATIONS + STEPS
+        most = len(self.sizes) == len(self.digests) <= OPERATIONS + STEPS
         return most and all(0 < size <= _SAMPLE_BYTES_MAX for size in self.sizes)
 
 
@@ -146,12 +148,18 @@ class RepeatedWork:
         # State what there is. Each rank finds the same pairs.
         kind, samples = self._prepare(optimizers, units)
         sizes = [len(each.data) for each in samples]
-        stated = msgspec.json.encode(_Offer(kind=kind, sizes=sizes))
+        own_offer = _Offer(kind=kind, sizes=sizes, digests=[each.digest for each in samples])
+        stated = msgspec.json.encode(own_offer)
         offers = [_OFFER.decode(text) for text in exchange.gather(stated)]
         kinds = [each.kind if each.is_bounded else None for each in offers]
         pairs = seconds(kinds, turn)
         repeated = self._repeat(exchange, rank, pairs, offers, samples, optimizers)
-        own = [None if pairs[rank] is None else self._perform(each, optimizers) for each in samples]
+        own = [
+            None
+            if pairs[rank] is None
+            else perform(each.data, each.digest, self._names, optimizers)
+            for each in samples
+        ]
         stated = msgspec.json.encode(_Results(own=own, repeated=repeated))
         results = [_RESULTS.decode(text) for text in exchange.gather(stated)]
         owns, repeats = [each.own for each in results], [each.repeated for each in results]
@@ -209,8 +217,9 @@ class RepeatedWork:
             if source is not None and at < len(offers[source].sizes):
                 taken = offers[source].sizes[at]
             data = _send(exchange, len(offers), given, pairs[rank], source, taken)
-            if taken:
-                repeated.append(perform(data, self._names, optimizers))
+            if source is not None and taken:
+                digest = offers[source].digests[at]
+                repeated.append(perform(data, digest, self._names, optimizers))
         return repeated
 
     def _decide(
@@ -233,7 +242,8 @@ class RepeatedWork:
             to, source = (one.third if given else None), (one.owner if taken else None)
             data = _send(exchange, len(offers), given, to, source, taken)
             if taken:
-                digests[number] = perform(data, self._names, optimizers)
+                digest = offers[one.owner].digests[one.sample]
+                digests[number] = perform(data, digest, self._names, optimizers)
         return digests
 
     def _prepare(
@@ -248,9 +258,6 @@ class RepeatedWork:
         except Exception:  # torch, or a user's optimizer, may raise anything
             _log.warning("this rank's work is not repeated in this step", exc_info=True)
             return None, []
-
-    def _perform(self, sample: WorkSample, optimizers: Sequence[Any]) -> int | None:
-        return perform(sample.data, self._names, optimizers)
 
 
 def _send(

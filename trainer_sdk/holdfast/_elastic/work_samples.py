@@ -5,9 +5,10 @@ A sample is performed on copies, from its bytes, so that its owner and any other
 Only operations are kept that give the same bits each time on one kind of device: products of
 matrices, reductions, attention without dropout, whatever torch tags as pointwise, and the
 operations of torch's optimizers. Others add up in an order that is not fixed, draw random numbers,
-choose their algorithm by its speed, or leave a part of their result unwritten: convolutions, sums
-into places that an index names (the gradient of an embedding), backward passes of attention,
-cumulative sums, sorting. They are not compared, and no tolerance stands in for that.
+choose their algorithm by its speed, or may leave a part of their result unwritten: convolutions,
+sums into places that an index names (the gradient of an embedding), backward passes of attention,
+cumulative sums, sorting, grouped products (rows after the last group). They are not compared, and
+no tolerance stands in for that.
 
 The bytes come from another rank of the job, so a sample can only name operations that this rank has
 executed itself, and classes of its own optimizers. None of them may communicate.
@@ -28,6 +29,7 @@ from typing import Any
 
 import msgspec
 import torch
+import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast._copying.strided import copy_of_span
@@ -50,7 +52,7 @@ STEPS = 4
 LISTED_MAX = 4096
 """Kinds of operations of a step that are told apart."""
 
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_grouped_mm", "_scaled_mm"}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm"}
 _REDUCTIONS = {
     "sum",
     "mean",
@@ -101,6 +103,8 @@ class WorkSample:
     unit: str
     """Unit of the parameter; empty for an operation."""
     data: bytes
+    digest: int
+    """That of `data` when it was encoded."""
 
 
 def is_comparable(operation: Any) -> bool:
@@ -188,7 +192,8 @@ class Operations:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:4])
         header = _Header(operation=str(operation))
         data = _encode(header, (list(args), dict(named)))
-        return WorkSample(text=f"{operation} of {shapes}", unit="", data=data)
+        text = f"{operation} of {shapes}"
+        return WorkSample(text=text, unit="", data=data, digest=digest_of_sample(data))
 
 
 def _by_name(operation: Any, args: Sequence[Any]) -> dict[str, Any]:
@@ -262,7 +267,8 @@ def steps_of_optimizers(
         except (HoldfastError, RuntimeError):
             continue  # what it holds has no bytes, so another rank could not repeat it
         text = f"the step of {name} of a parameter {list(tensors[0].shape)}"
-        samples.append(WorkSample(text=text, unit=units(parameter), data=data))
+        digest = digest_of_sample(data)
+        samples.append(WorkSample(text=text, unit=units(parameter), data=data, digest=digest))
         room -= len(data)
     return samples
 
@@ -275,6 +281,11 @@ _LAYOUTS: dict[str, Any] = {
     for value in vars(torch).values()
     if isinstance(value, torch.layout | torch.memory_format)
 }
+
+
+def digest_of_sample(data: bytes) -> int:
+    """Digest the bytes of a sample, so that all ranks that repeat it have the same ones."""
+    return xxhash.xxh3_64_intdigest(data)
 
 
 def _encode(header: _Header, value: object) -> bytes:
@@ -357,22 +368,30 @@ class _Silence(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def perform(data: bytes, names: Collection[str], optimizers: Sequence[Any]) -> int | None:
+def perform(
+    data: bytes, digest: int, names: Collection[str], optimizers: Sequence[Any]
+) -> int | None:
     """Perform a sample twice, on copies. Return the digest of what it gives; None if that is not
-    the same both times, or this rank cannot perform it. It raises nothing.
+    the same both times, its bytes are not those that its owner has encoded, or this rank cannot
+    perform it. It raises nothing.
 
     Args:
+        digest: that of the sample, which its owner has stated.
         names: the operations that this rank has executed itself.
         optimizers: those of this rank.
     """
-    generators = RandomGenerators.now()
     try:
-        first, second = (_perform(data, names, optimizers) for _ in range(2))
-    except Exception:  # torch, or a user's optimizer, may raise anything
+        if digest_of_sample(data) != digest:
+            return None
+        generators = RandomGenerators.now()
+        try:
+            first, second = (_perform(data, names, optimizers) for _ in range(2))
+        finally:
+            generators.put_back()
+        # The memory of any rank may be wrong, also while it performs the sample.
+        return first if first == second and digest_of_sample(data) == digest else None
+    except Exception:  # torch may raise anything
         return None
-    finally:
-        generators.put_back()
-    return first if first == second else None
 
 
 @torch.no_grad()
