@@ -37,6 +37,7 @@ from holdfast._session.interface import TrainingState
 from holdfast._state.dtensors import local_of
 from holdfast_core.corruption import RANKS_MAX, Divergence, Proof
 from holdfast_core.reexecution import Difference, Execution, difference, judge, odd_one
+from holdfast_core.repeated_work import Verdict, agreed
 from holdfast_core.snapshots.layouts import TensorRole
 
 _log = logging.getLogger("holdfast")
@@ -119,6 +120,8 @@ class StepChecks:
         self._work = RepeatedWork()
         self._repeats_elsewhere = True
         """Whether ranks still repeat each other's work in this world."""
+        self._shown = Verdict()
+        """What all checks since the recovery have shown of each other's work."""
         self._reported: set[tuple[int, ...]] = set()
         """Ranks that were found wrong in each other's work since the recovery."""
         self._plain_s = deque[float](maxlen=_TIMED_STEPS)
@@ -150,6 +153,7 @@ class StepChecks:
         self._clean_step, self._left_out = None, 0
         self._work = RepeatedWork()  # which counts its checks, equally on all ranks
         self._repeats_elsewhere = True
+        self._shown = Verdict()
         self._reported.clear()
 
     @property
@@ -281,31 +285,41 @@ class StepChecks:
         """Let other ranks repeat samples of the step, and conclude from that. Collective."""
         units = _unit_finder(holds)
         found = self._work.compare(exchange, holds.rank, [*optimizers], units)
-        verdict = found.verdict
-        if verdict.different:
+        before, self._shown = self._shown, agreed(self._shown, found.verdict)
+        shown = self._shown
+        if shown.different:
             self._repeats_elsewhere = False
             _log.warning(
                 "ranks do not repeat each other's work any more: ranks %s get other bytes than "
                 "others of the same kind, which one fault does not explain; their devices or "
                 "libraries may be different (first difference: %s)",
-                list(verdict.different),
+                list(shown.different),
                 found.text,
             )
             return found
-        if not verdict.candidates or verdict.candidates in self._reported:
+        if found.verdict.candidates and not before.candidates:
+            _log.warning(
+                "step %d: %s of ranks %s gave other bytes on another rank of the same kind; "
+                "another check has to find this as well",
+                step,
+                found.text,
+                list(shown.candidates),
+            )
+        is_decided = shown.wrong or len(shown.candidates) > 1
+        if not (found.verdict.candidates and before.candidates and is_decided):
             return found
-        self._reported.add(verdict.candidates)
+        if shown.candidates in self._reported:
+            return found
+        self._reported.add(shown.candidates)
         _log.error(
             "step %d: %s computes wrongly: %s gave other bytes on another rank of the same kind, "
             "and the same each time",
             step,
-            f"rank {verdict.wrong[0]}"
-            if verdict.wrong
-            else f"one of ranks {list(verdict.candidates)}",
+            f"rank {shown.wrong[0]}" if shown.wrong else f"one of ranks {list(shown.candidates)}",
             found.text,
         )
-        unit = found.unit or stated[verdict.candidates[0]].unit
-        self._report(step, Proof.ELSEWHERE, verdict.candidates, wrong=verdict.wrong, unit=unit)
+        unit = found.unit or stated[shown.candidates[0]].unit
+        self._report(step, Proof.ELSEWHERE, shown.candidates, wrong=shown.wrong, unit=unit)
         return found
 
     def _conclude(self, step: int, first: _Statement, more_s: float = 0.0) -> None:
