@@ -85,8 +85,8 @@ class Comparison:
     """First sample that is disputed."""
     unit: str
     """First unit of a disputed sample; empty if none belongs to one."""
-    samples: int
-    """Number of samples that were compared."""
+    samples: tuple[int, ...]
+    """For each rank, number of its samples that were compared."""
     cost_s: float
     """Time that it took on rank 0."""
 
@@ -107,8 +107,9 @@ class RepeatedWork:
         """Begin to note the operations of an execution.
 
         Args:
-            keeps: whether to keep the input of some.
+            keeps: whether to keep the input of some. That of an earlier execution is dropped.
         """
+        self.drop()
         return Operations(self._listed if keeps else {})
 
     def end(self, operations: Operations) -> None:
@@ -178,17 +179,17 @@ class RepeatedWork:
             for number, one in enumerate(disputed)
         ]
         of_owners = [(opinions[one.owner], number) for number, one in enumerate(disputed)]
-        compared = [
-            a is not None and b is not None
+        compared = tuple(
+            0
+            if to is None
+            else sum(None not in pair for pair in zip(owns[owner], repeats[to], strict=False))
             for owner, to in enumerate(pairs)
-            if to is not None
-            for a, b in zip(owns[owner], repeats[to], strict=False)
-        ]
+        )
         return Comparison(
             verdict=judge(disputed, owns, repeats, thirds),
             text=next((each.texts[number] for each, number in of_owners), ""),
             unit=next((u for each, number in of_owners if (u := each.units[number])), ""),
-            samples=sum(compared),
+            samples=compared,
             cost_s=opinions[0].cost_s,
         )
 

@@ -120,6 +120,9 @@ class StepChecks:
         self._work = RepeatedWork()
         self._repeats_elsewhere = True
         """Whether ranks still repeat each other's work in this world."""
+        self._compared: dict[int, int] = {}
+        """Rank → newest step in which other ranks got the same bytes for samples of its work."""
+        self._has_told_missing = False
         self._shown = Verdict()
         """What all checks since the recovery have shown of each other's work."""
         self._reported: set[tuple[int, ...]] = set()
@@ -153,6 +156,8 @@ class StepChecks:
         self._clean_step, self._left_out = None, 0
         self._work = RepeatedWork()  # which counts its checks, equally on all ranks
         self._repeats_elsewhere = True
+        self._compared.clear()
+        self._has_told_missing = False
         self._shown = Verdict()
         self._reported.clear()
 
@@ -269,7 +274,8 @@ class StepChecks:
         work: Comparison | None = None
         if self._finding is None and self._repeats_elsewhere and len(stated) > 1:
             work = self._compare_work(step, exchange, holds, optimizers, stated)
-        if self._finding is None and not (work and work.verdict.candidates):
+        is_same = work is None or work.verdict == Verdict()
+        if self._finding is None and is_same:
             self._clean, self._clean_step = self._clean + 1, step
         self._conclude(step, stated[0], work.cost_s if work else 0.0)
         return False
@@ -285,6 +291,10 @@ class StepChecks:
         """Let other ranks repeat samples of the step, and conclude from that. Collective."""
         units = _unit_finder(holds)
         found = self._work.compare(exchange, holds.rank, [*optimizers], units)
+        if missing := [rank for rank, count in enumerate(found.samples) if not count]:
+            self._tell_missing(step, missing)
+        if found.verdict == Verdict():
+            self._compared.update({r: step for r, count in enumerate(found.samples) if count})
         before, self._shown = self._shown, agreed(self._shown, found.verdict)
         shown = self._shown
         if shown.different:
@@ -321,6 +331,19 @@ class StepChecks:
         unit = found.unit or stated[shown.candidates[0]].unit
         self._report(step, Proof.ELSEWHERE, shown.candidates, wrong=shown.wrong, unit=unit)
         return found
+
+    def _tell_missing(self, step: int, ranks: Sequence[int]) -> None:
+        """Log once after a recovery that nothing of the work of `ranks` was compared."""
+        if not self._has_told_missing:
+            self._has_told_missing = True
+            _log.warning(
+                "step %d: no work of %d ranks was repeated on another rank, rank %d first: no "
+                "other rank has the same device and software, or nothing that they execute can be "
+                "compared; a check that finds nothing says nothing of their devices",
+                step,
+                len(ranks),
+                ranks[0],
+            )
 
     def _conclude(self, step: int, first: _Statement, more_s: float = 0.0) -> None:
         """End the check of `step`, and choose the next one.
@@ -452,11 +475,16 @@ class StepChecks:
         unit: str,
         spoils: str = "",
     ) -> None:
+        of = tuple(ranks)[:RANKS_MAX]
+        equal_step = self._clean_step
+        if proof is Proof.ELSEWHERE:  # a check that compared none of their work says nothing
+            known = [self._compared[rank] for rank in of if rank in self._compared]
+            equal_step = min(known) if len(known) == len(of) else None
         divergence = Divergence(
             step=step,
-            equal_step=self._clean_step,
+            equal_step=equal_step,
             unit=unit,
-            ranks=tuple(ranks)[:RANKS_MAX],
+            ranks=of,
             wrong=tuple(wrong),
             proof=proof,
             compared_all=True,

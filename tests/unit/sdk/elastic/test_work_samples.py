@@ -142,6 +142,17 @@ def test_samples_give_the_same_bytes_on_a_rank_with_another_state(
     assert kind_of_rank() == kind_of_rank()
 
 
+def test_a_rank_of_whose_kind_something_is_not_known_takes_no_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> str:
+        raise RuntimeError("two generations of flags are mixed")
+
+    assert kind_of_rank() is not None
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
+    assert kind_of_rank() is None
+
+
 def perform_again(
     model: str, optimizer: str, names: set[str], samples: list[WorkSample]
 ) -> list[int | None]:
@@ -252,12 +263,12 @@ def stepping(live: Any, place: str) -> list[Any]:
         return [inner]
     if place == "torch's own":
         # Torch's own step does not use these, wherever they are.
-        outer = torch.optim.SGD(parameters, lr=0.1)
-        outer.step = live.step  # type: ignore[method-assign]
-        outer._init_group = lambda *_: live.step()  # type: ignore[method-assign]
-        outer.defaults["inner"] = live
-        outer.register_step_pre_hook(lambda *_: live.step())
-        return [outer]
+        own: Any = torch.optim.SGD(parameters, lr=0.1)
+        own.step = live.step
+        own._init_group = lambda *_: live.step()
+        own.defaults["inner"] = live
+        own.register_step_pre_hook(lambda *_: live.step())
+        return [own]
     outer = Nesting(parameters, {})
     outer.inner = live
     return [outer]
