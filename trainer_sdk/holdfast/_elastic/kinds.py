@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def kind_of_rank() -> int | None:
     try:
         text = repr([_processor(), _software(), _flags(), _device()])
     except Exception as error:  # torch lacks it, or refuses to mix two generations of its flags
-        _log.warning("no other rank repeats the work of this one: its kind is not known: %s", error)
+        _log.info("no other rank repeats the work of this one: its kind is not known: %s", error)
         return None
     _log.debug("the kind of this rank: %s", text)
     return xxhash.xxh3_64_intdigest(text.encode())
@@ -64,6 +65,12 @@ def _flags() -> object:
     )
 
 
+@cache
+def _libraries() -> object:
+    named = {str(one.metadata["Name"]).lower(): one.version for one in distributions()}
+    return sorted(each for each in named.items() if each[0].startswith(_LIBRARIES))
+
+
 def _device() -> object:
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         other = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
@@ -71,14 +78,12 @@ def _device() -> object:
             raise LookupError(f"nothing is known of devices of type {other.type}")
         return None
     (driver,) = [path.read_text().splitlines()[0] for path in _DRIVERS if path.exists()]
-    named = {str(one.metadata["Name"]).lower(): one.version for one in distributions()}
-    libraries = sorted(each for each in named.items() if each[0].startswith(_LIBRARIES))
     found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     products: Any = torch.backends.cuda.matmul
     return (
         (found.name, found.major, found.minor, found.multi_processor_count, found.total_memory),
         (torch.version.cuda, torch.version.hip, torch.backends.cudnn.version()),
-        (driver, libraries),
+        (driver, _libraries()),
         products.allow_fp16_reduced_precision_reduction,
         products.allow_bf16_reduced_precision_reduction,
         getattr(products, "allow_fp16_accumulation", None),
