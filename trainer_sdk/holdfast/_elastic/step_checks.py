@@ -289,7 +289,10 @@ class StepChecks:
         stated: Sequence[_Statement],
     ) -> Comparison:
         """Let other ranks repeat samples of the step, and conclude from that. Collective."""
-        units = _unit_finder(holds)
+
+        def units(parameter: torch.Tensor) -> str:
+            return _unit_finder(holds)(parameter)  # which may fail, so only where that is caught
+
         found = self._work.compare(exchange, holds.rank, [*optimizers], units)
         if missing := [rank for rank, count in enumerate(found.samples) if not count]:
             self._tell_missing(step, missing)

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from holdfast._elastic.repeated_work import Comparison
+from holdfast._elastic.repeated_work import Comparison, RepeatedWork
 from holdfast._elastic.step_checks import StepChecks, _Statement
 from holdfast_core.corruption import Divergence
 from holdfast_core.repeated_work import Verdict
@@ -40,7 +41,7 @@ def findings(*shown: tuple[Verdict, tuple[int, ...]]) -> list[Divergence | None]
     for number in range(len(shown)):
         checks._compare_work(10 * (number + 1), exchange, holds, [], STATED)
         finding = checks.take_finding()
-        found.append(finding and finding.divergence)
+        found.append(finding.divergence if finding else None)
     return found
 
 
@@ -63,6 +64,17 @@ def test_that_nothing_is_compared_is_told_once(caplog: pytest.LogCaptureFixture)
     findings(*[(Verdict(), (0, 0, 0))] * 3)
     (text,) = caplog.messages
     assert text.startswith("step 10: no work of 3 ranks was repeated on another rank")
+
+
+def test_input_of_an_earlier_execution_is_not_held_beside_that_of_a_later_one() -> None:
+    work = RepeatedWork()
+    for _ in range(2):
+        operations = work.begin(keeps=True)
+        assert not work._kept, "all of a rank's samples have one bound together"
+        product = torch.ops.aten.mm.default
+        operations.note(product, (torch.ones(2, 2), torch.ones(2, 2)), {})
+        work.end(operations)
+    assert len(work._kept) == 1
 
 
 def test_ranks_that_differ_in_turn_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
