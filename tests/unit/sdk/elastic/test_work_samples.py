@@ -153,6 +153,14 @@ def test_a_rank_of_whose_kind_something_is_not_known_takes_no_part(
     assert kind_of_rank() is None
 
 
+def test_where_libraries_log_to_is_no_part_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = kind_of_rank()
+    monkeypatch.setenv("CUBLASLT_LOG_FILE", "/var/log/node-7")
+    assert kind_of_rank() == kind
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert kind_of_rank() != kind
+
+
 def perform_again(
     model: str, optimizer: str, names: set[str], samples: list[WorkSample]
 ) -> list[int | None]:
