@@ -140,12 +140,6 @@ class RepeatedWork:
         """
         began_s = time.monotonic()
         turn, self._turn = self._turn, self._turn + 1
-        if turn == 0 and (names := left_out(optimizers)):
-            _log.warning(
-                "the steps of %s are not repeated on other ranks: only those of classes of "
-                "torch.optim are",
-                ", ".join(names),
-            )
         # State what there is. Each rank finds the same pairs.
         kind, samples = self._prepare(optimizers, units)
         sizes = [len(each.data) for each in samples]
@@ -253,6 +247,12 @@ class RepeatedWork:
         """The kind of this rank, and its samples. With None, and no samples, it takes no part."""
         kept, self._kept = self._kept, []
         try:
+            if self._turn == 1 and (names := left_out(optimizers)):
+                _log.warning(
+                    "the steps of %s are not repeated on other ranks: only those of classes of "
+                    "torch.optim are",
+                    ", ".join(names),
+                )
             room = KEPT_BYTES_MAX - sum(len(sample.data) for sample in kept)
             samples = [*kept, *steps_of_optimizers(optimizers, units, room)]
             return kind_of_rank(), [p for p in samples if len(p.data) <= _SAMPLE_BYTES_MAX]

@@ -66,6 +66,18 @@ def test_that_nothing_is_compared_is_told_once(caplog: pytest.LogCaptureFixture)
     assert text.startswith("step 10: no work of 3 ranks was repeated on another rank")
 
 
+def test_optimizers_that_are_left_out_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Own(torch.optim.SGD):
+        """Another class than torch's own."""
+
+    work, optimizer = RepeatedWork(), Own([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    for _ in range(2):
+        work._turn += 1
+        assert work._prepare([optimizer], lambda _: "")[1] == []
+    (text,) = caplog.messages
+    assert "Own are not repeated on other ranks" in text
+
+
 def test_input_of_an_earlier_execution_is_not_held_beside_that_of_a_later_one() -> None:
     work = RepeatedWork()
     for _ in range(2):
