@@ -7,8 +7,10 @@ of the same kind. Where both get the same bytes each time but not the same as ea
 one repeats it as well: the rank that the other two contradict is wrong. Where there is no third,
 either may be wrong, and nobody is named.
 
-Faults are rare. If several ranks are contradicted at once, something about them is different that
-their kinds do not show, such as a driver, and nobody is named either. Pure.
+Faults are rare. If several ranks are contradicted, at once or in one check after another, something
+about them is different that their kinds do not show, such as a driver, and nobody is named either.
+So one check names nobody: a second one, with other samples and partners, has to find the same rank.
+Pure.
 """
 
 from __future__ import annotations
@@ -117,6 +119,28 @@ def judge(
     involved = {rank for pair in open_pairs for rank in pair} | wrong
     common = {rank for rank in involved if all(rank in pair for pair in open_pairs)}
     return Verdict(candidates=tuple(sorted(common or involved)))
+
+
+def agreed(before: Verdict, now: Verdict) -> Verdict:
+    """What the checks since a recovery show together. Its `candidates` are in each check that found
+    any, and `wrong` is a rank of which a third one has decided in one check, and which another
+    check had found as well.
+
+    Args:
+        before: what the checks before have shown together.
+        now: what another check has shown.
+    """
+    if before.different or not (now.candidates or now.different):
+        return before
+    if now.different:
+        return now
+    if not before.candidates:
+        return Verdict(candidates=now.candidates)
+    common = {*before.candidates} & {*now.candidates}
+    if not common:
+        return Verdict(different=tuple(sorted({*before.candidates, *now.candidates})))
+    wrong = before.wrong or tuple(common & {*now.wrong})
+    return Verdict(wrong=wrong, candidates=tuple(sorted(common)))
 
 
 def _by_kind(kinds: Sequence[int | None]) -> list[list[int]]:

@@ -117,8 +117,10 @@ def read_secrets() -> tuple[str, ...]:
 
 
 def read_numeric_variables() -> dict[str, str]:
-    """Return the variables on which the libraries of matrix products make their bits depend."""
-    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(_NUMERIC)}
+    """Return the variables on which the libraries of matrix products make their bits depend. Paths
+    of their logs, which may hold the name of a host, are not among them."""
+    found = {k: v for k, v in os.environ.items() if k.startswith(_NUMERIC)}
+    return {k: found[k] for k in sorted(found) if "LOG" not in k and "VERBOSE" not in k}
 
 
 def read_preload() -> tuple[str, ...]:

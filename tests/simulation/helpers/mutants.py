@@ -1378,6 +1378,17 @@ MUTANTS = (
         test="core/test_repeated_work.py",
     ),
     Mutant(
+        name="name a rank that a single check has found",
+        edits=(
+            (
+                "core/holdfast_core/repeated_work.py",
+                "return Verdict(candidates=now.candidates)",
+                "return now",
+            ),
+        ),
+        test="core/test_repeated_work.py",
+    ),
+    Mutant(
         name="compare the work of ranks of different kinds",
         edits=(
             (

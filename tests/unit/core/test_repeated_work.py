@@ -11,6 +11,7 @@ from holdfast_core.repeated_work import (
     DISPUTES_MAX,
     Dispute,
     Verdict,
+    agreed,
     disputes,
     judge,
     seconds,
@@ -89,6 +90,50 @@ def test_several_that_are_contradicted_at_once_are_different_and_none_is_named()
     """Such as the ranks of a node with another driver."""
     verdict, _ = Ranks([0] * 16, wrong=frozenset({3, 4})).check(0)
     assert verdict == Verdict(different=(3, 4))
+
+
+def test_two_checks_have_to_find_the_same_rank() -> None:
+    nobody, named = Verdict(), [Verdict(wrong=(r,), candidates=(r,)) for r in range(3)]
+    pair = [Verdict(candidates=each) for each in ((0, 1), (0, 2), (1, 2))]
+    once, unknown = Verdict(candidates=(0,)), Verdict(different=(0, 1))
+    for checks, shown in (
+        ([nobody, nobody], nobody),
+        ([named[0], nobody], once),
+        ([named[0], nobody, named[0]], named[0]),
+        ([named[0], named[1]], unknown),
+        ([named[0], named[0], named[1]], unknown),
+        ([named[0], named[1], named[0], named[0]], unknown),
+        ([pair[0], pair[0]], pair[0]),
+        ([pair[0], pair[1]], once),
+        ([pair[0], named[0]], named[0]),
+        ([named[0], pair[0]], once),
+        ([named[0], pair[0], named[0], pair[1], nobody], named[0]),
+        ([named[0], pair[2]], Verdict(different=(0, 1, 2))),
+        ([named[0], unknown], unknown),
+    ):
+        found = nobody
+        for each in checks:
+            found = agreed(found, each)
+        assert found == shown, checks
+
+
+def test_ranks_of_a_node_with_other_libraries_are_seldom_named() -> None:
+    """They differ in few samples, so one check often finds a single one of them."""
+    rng = random.Random(seed := random.randrange(2**32))
+    print(f"seed {seed}")
+    once = named = 0
+    for _ in range(CHECKS // 10):
+        shown = Verdict()
+        for turn in range(40):
+            drawn = frozenset(rank for rank in range(8) if rng.random() < 0.05)
+            verdict, _ = Ranks([0] * 64, wrong=drawn).check(turn)
+            once += bool(verdict.wrong) and not shown.candidates
+            shown = agreed(shown, verdict)
+            if shown.wrong or shown.different:
+                break
+        named += bool(shown.wrong)
+    print(f"{once} found by a single check first, {named} named")
+    assert named < once / 2
 
 
 def test_a_third_that_gets_other_bytes_than_both_decides_nothing() -> None:

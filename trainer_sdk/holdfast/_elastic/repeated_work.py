@@ -26,6 +26,7 @@ from holdfast._elastic.work_samples import (
     STEPS,
     Operations,
     WorkSample,
+    left_out,
     perform,
     steps_of_optimizers,
 )
@@ -42,10 +43,12 @@ class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     kind: int | None
     sizes: list[int]
     """Bytes of each of its samples."""
+    digests: list[int]
+    """Their digests, so that all ranks perform the same bytes."""
 
     @property
     def is_bounded(self) -> bool:
-        most = len(self.sizes) <= OPERATIONS + STEPS
+        most = len(self.sizes) == len(self.digests) <= OPERATIONS + STEPS
         return most and all(0 < size <= _SAMPLE_BYTES_MAX for size in self.sizes)
 
 
@@ -82,8 +85,8 @@ class Comparison:
     """First sample that is disputed."""
     unit: str
     """First unit of a disputed sample; empty if none belongs to one."""
-    samples: int
-    """Number of samples that were compared."""
+    samples: tuple[int, ...]
+    """For each rank, number of its samples that were compared."""
     cost_s: float
     """Time that it took on rank 0."""
 
@@ -104,8 +107,9 @@ class RepeatedWork:
         """Begin to note the operations of an execution.
 
         Args:
-            keeps: whether to keep the input of some.
+            keeps: whether to keep the input of some. That of an earlier execution is dropped.
         """
+        self.drop()
         return Operations(self._listed if keeps else {})
 
     def end(self, operations: Operations) -> None:
@@ -139,12 +143,18 @@ class RepeatedWork:
         # State what there is. Each rank finds the same pairs.
         kind, samples = self._prepare(optimizers, units)
         sizes = [len(each.data) for each in samples]
-        stated = msgspec.json.encode(_Offer(kind=kind, sizes=sizes))
+        own_offer = _Offer(kind=kind, sizes=sizes, digests=[each.digest for each in samples])
+        stated = msgspec.json.encode(own_offer)
         offers = [_OFFER.decode(text) for text in exchange.gather(stated)]
         kinds = [each.kind if each.is_bounded else None for each in offers]
         pairs = seconds(kinds, turn)
         repeated = self._repeat(exchange, rank, pairs, offers, samples, optimizers)
-        own = [None if pairs[rank] is None else self._perform(each, optimizers) for each in samples]
+        own = [
+            None
+            if pairs[rank] is None
+            else perform(each.data, each.digest, self._names, optimizers)
+            for each in samples
+        ]
         stated = msgspec.json.encode(_Results(own=own, repeated=repeated))
         results = [_RESULTS.decode(text) for text in exchange.gather(stated)]
         owns, repeats = [each.own for each in results], [each.repeated for each in results]
@@ -163,17 +173,17 @@ class RepeatedWork:
             for number, one in enumerate(disputed)
         ]
         of_owners = [(opinions[one.owner], number) for number, one in enumerate(disputed)]
-        compared = [
-            a is not None and b is not None
+        compared = tuple(
+            0
+            if to is None
+            else sum(None not in pair for pair in zip(owns[owner], repeats[to], strict=False))
             for owner, to in enumerate(pairs)
-            if to is not None
-            for a, b in zip(owns[owner], repeats[to], strict=False)
-        ]
+        )
         return Comparison(
             verdict=judge(disputed, owns, repeats, thirds),
             text=next((each.texts[number] for each, number in of_owners), ""),
             unit=next((u for each, number in of_owners if (u := each.units[number])), ""),
-            samples=sum(compared),
+            samples=compared,
             cost_s=opinions[0].cost_s,
         )
 
@@ -202,8 +212,9 @@ class RepeatedWork:
             if source is not None and at < len(offers[source].sizes):
                 taken = offers[source].sizes[at]
             data = _send(exchange, len(offers), given, pairs[rank], source, taken)
-            if taken:
-                repeated.append(perform(data, self._names, optimizers))
+            if source is not None and taken:
+                digest = offers[source].digests[at]
+                repeated.append(perform(data, digest, self._names, optimizers))
         return repeated
 
     def _decide(
@@ -226,7 +237,8 @@ class RepeatedWork:
             to, source = (one.third if given else None), (one.owner if taken else None)
             data = _send(exchange, len(offers), given, to, source, taken)
             if taken:
-                digests[number] = perform(data, self._names, optimizers)
+                digest = offers[one.owner].digests[one.sample]
+                digests[number] = perform(data, digest, self._names, optimizers)
         return digests
 
     def _prepare(
@@ -235,15 +247,18 @@ class RepeatedWork:
         """The kind of this rank, and its samples. With None, and no samples, it takes no part."""
         kept, self._kept = self._kept, []
         try:
+            if self._turn == 1 and (names := left_out(optimizers)):
+                _log.warning(
+                    "the steps of %s are not repeated on other ranks: only those of classes of "
+                    "torch.optim are",
+                    ", ".join(names),
+                )
             room = KEPT_BYTES_MAX - sum(len(sample.data) for sample in kept)
             samples = [*kept, *steps_of_optimizers(optimizers, units, room)]
             return kind_of_rank(), [p for p in samples if len(p.data) <= _SAMPLE_BYTES_MAX]
         except Exception:  # torch, or a user's optimizer, may raise anything
             _log.warning("this rank's work is not repeated in this step", exc_info=True)
             return None, []
-
-    def _perform(self, sample: WorkSample, optimizers: Sequence[Any]) -> int | None:
-        return perform(sample.data, self._names, optimizers)
 
 
 def _send(

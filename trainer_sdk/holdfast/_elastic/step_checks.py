@@ -37,6 +37,7 @@ from holdfast._session.interface import TrainingState
 from holdfast._state.dtensors import local_of
 from holdfast_core.corruption import RANKS_MAX, Divergence, Proof
 from holdfast_core.reexecution import Difference, Execution, difference, judge, odd_one
+from holdfast_core.repeated_work import Verdict, agreed
 from holdfast_core.snapshots.layouts import TensorRole
 
 _log = logging.getLogger("holdfast")
@@ -119,6 +120,11 @@ class StepChecks:
         self._work = RepeatedWork()
         self._repeats_elsewhere = True
         """Whether ranks still repeat each other's work in this world."""
+        self._compared: dict[int, int] = {}
+        """Rank → newest step in which other ranks got the same bytes for samples of its work."""
+        self._has_told_missing = False
+        self._shown = Verdict()
+        """What all checks since the recovery have shown of each other's work."""
         self._reported: set[tuple[int, ...]] = set()
         """Ranks that were found wrong in each other's work since the recovery."""
         self._plain_s = deque[float](maxlen=_TIMED_STEPS)
@@ -150,6 +156,9 @@ class StepChecks:
         self._clean_step, self._left_out = None, 0
         self._work = RepeatedWork()  # which counts its checks, equally on all ranks
         self._repeats_elsewhere = True
+        self._compared.clear()
+        self._has_told_missing = False
+        self._shown = Verdict()
         self._reported.clear()
 
     @property
@@ -265,7 +274,8 @@ class StepChecks:
         work: Comparison | None = None
         if self._finding is None and self._repeats_elsewhere and len(stated) > 1:
             work = self._compare_work(step, exchange, holds, optimizers, stated)
-        if self._finding is None and not (work and work.verdict.candidates):
+        is_same = work is None or work.verdict == Verdict()
+        if self._finding is None and is_same:
             self._clean, self._clean_step = self._clean + 1, step
         self._conclude(step, stated[0], work.cost_s if work else 0.0)
         return False
@@ -279,34 +289,64 @@ class StepChecks:
         stated: Sequence[_Statement],
     ) -> Comparison:
         """Let other ranks repeat samples of the step, and conclude from that. Collective."""
-        units = _unit_finder(holds)
+
+        def units(parameter: torch.Tensor) -> str:
+            return _unit_finder(holds)(parameter)  # which may fail, so only where that is caught
+
         found = self._work.compare(exchange, holds.rank, [*optimizers], units)
-        verdict = found.verdict
-        if verdict.different:
+        if missing := [rank for rank, count in enumerate(found.samples) if not count]:
+            self._tell_missing(step, missing)
+        if found.verdict == Verdict():
+            self._compared.update({r: step for r, count in enumerate(found.samples) if count})
+        before, self._shown = self._shown, agreed(self._shown, found.verdict)
+        shown = self._shown
+        if shown.different:
             self._repeats_elsewhere = False
             _log.warning(
                 "ranks do not repeat each other's work any more: ranks %s get other bytes than "
                 "others of the same kind, which one fault does not explain; their devices or "
                 "libraries may be different (first difference: %s)",
-                list(verdict.different),
+                list(shown.different),
                 found.text,
             )
             return found
-        if not verdict.candidates or verdict.candidates in self._reported:
+        if found.verdict.candidates and not before.candidates:
+            _log.warning(
+                "step %d: %s of ranks %s gave other bytes on another rank of the same kind; "
+                "another check has to find this as well",
+                step,
+                found.text,
+                list(shown.candidates),
+            )
+        is_decided = shown.wrong or len(shown.candidates) > 1
+        if not (found.verdict.candidates and before.candidates and is_decided):
             return found
-        self._reported.add(verdict.candidates)
+        if shown.candidates in self._reported:
+            return found
+        self._reported.add(shown.candidates)
         _log.error(
             "step %d: %s computes wrongly: %s gave other bytes on another rank of the same kind, "
             "and the same each time",
             step,
-            f"rank {verdict.wrong[0]}"
-            if verdict.wrong
-            else f"one of ranks {list(verdict.candidates)}",
+            f"rank {shown.wrong[0]}" if shown.wrong else f"one of ranks {list(shown.candidates)}",
             found.text,
         )
-        unit = found.unit or stated[verdict.candidates[0]].unit
-        self._report(step, Proof.ELSEWHERE, verdict.candidates, wrong=verdict.wrong, unit=unit)
+        unit = found.unit or stated[shown.candidates[0]].unit
+        self._report(step, Proof.ELSEWHERE, shown.candidates, wrong=shown.wrong, unit=unit)
         return found
+
+    def _tell_missing(self, step: int, ranks: Sequence[int]) -> None:
+        """Log once after a recovery that nothing of the work of `ranks` was compared."""
+        if not self._has_told_missing:
+            self._has_told_missing = True
+            _log.warning(
+                "step %d: no work of %d ranks was repeated on another rank, rank %d first: no "
+                "other rank has the same device and software, or nothing that they execute can be "
+                "compared; a check that finds nothing says nothing of their devices",
+                step,
+                len(ranks),
+                ranks[0],
+            )
 
     def _conclude(self, step: int, first: _Statement, more_s: float = 0.0) -> None:
         """End the check of `step`, and choose the next one.
@@ -438,11 +478,16 @@ class StepChecks:
         unit: str,
         spoils: str = "",
     ) -> None:
+        of = tuple(ranks)[:RANKS_MAX]
+        equal_step = self._clean_step
+        if proof is Proof.ELSEWHERE:  # a check that compared none of their work says nothing
+            known = [self._compared[rank] for rank in of if rank in self._compared]
+            equal_step = min(known) if len(known) == len(of) else None
         divergence = Divergence(
             step=step,
-            equal_step=self._clean_step,
+            equal_step=equal_step,
             unit=unit,
-            ranks=tuple(ranks)[:RANKS_MAX],
+            ranks=of,
             wrong=tuple(wrong),
             proof=proof,
             compared_all=True,

@@ -5,23 +5,31 @@ A sample is performed on copies, from its bytes, so that its owner and any other
 Only operations are kept that give the same bits each time on one kind of device: products of
 matrices, reductions, attention without dropout, whatever torch tags as pointwise, and the
 operations of torch's optimizers. Others add up in an order that is not fixed, draw random numbers,
-choose their algorithm by its speed, or leave a part of their result unwritten: convolutions, sums
-into places that an index names (the gradient of an embedding), backward passes of attention,
-cumulative sums, sorting. They are not compared, and no tolerance stands in for that.
+choose their algorithm by its speed, or may leave a part of their result unwritten: convolutions,
+sums into places that an index names (the gradient of an embedding), backward passes of attention,
+cumulative sums, sorting, grouped products (rows after the last group). They are not compared, and
+no tolerance stands in for that.
 
 The bytes come from another rank of the job, so a sample can only name operations that this rank has
-executed itself, and its own optimizers. None of them may communicate.
+executed itself, and classes of its own optimizers. None of them may communicate.
+
+The live state may never be stepped. A class of another library may reach it in ways that nobody
+sees, such as an inner optimizer in an attribute of the class. So only the steps of torch's own
+classes are repeated, on an optimizer that is made of the sample alone.
 """
 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import msgspec
 import torch
+import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast._copying.strided import copy_of_span
@@ -29,9 +37,8 @@ from holdfast._digests import digest_of
 from holdfast._state.collect import RandomGenerators
 from holdfast._state.dtensors import local_of
 from holdfast._state.extras import UnsupportedValueError, decode_extras, encode_extras
-from holdfast._state.groups import copy_with, step_alone
-from holdfast._state.nested import forget_scaling, with_nested
-from holdfast._state.own_values import attributes_of
+from holdfast._state.groups import step_alone
+from holdfast._state.nested import with_nested
 from holdfast_core.errors import CorruptError, HoldfastError
 
 BYTES_MAX = 256 << 20
@@ -45,7 +52,7 @@ STEPS = 4
 LISTED_MAX = 4096
 """Kinds of operations of a step that are told apart."""
 
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_grouped_mm", "_scaled_mm"}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm"}
 _REDUCTIONS = {
     "sum",
     "mean",
@@ -69,6 +76,8 @@ _ATTENTION = {
 }
 """Of their results only the first is compared: the others are seeds, or are padded."""
 _OF_OPTIMIZERS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
+_DEPRECATING = ("typing_extensions", "warnings")
+"""Modules that wrap deprecated methods of torch's optimizers."""
 _SILENT = {"aten", "prim", "prims", "profiler", "mkldnn", "mkl"}
 """Namespaces of the operations that a step of an optimizer may have."""
 
@@ -78,8 +87,8 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True):
 
     operation: str = ""
     """Name of an operation of `aten`; empty for a step of an optimizer."""
-    optimizer: tuple[int, int] = (0, 0)
-    """Number of the optimizer in the session, and of the one within it."""
+    optimizer: str = ""
+    """Name of a class of `torch.optim`, for a step of an optimizer."""
 
 
 _HEADER = msgspec.json.Decoder(_Header)
@@ -94,6 +103,8 @@ class WorkSample:
     unit: str
     """Unit of the parameter; empty for an operation."""
     data: bytes
+    digest: int
+    """That of `data` when it was encoded."""
 
 
 def is_comparable(operation: Any) -> bool:
@@ -181,7 +192,8 @@ class Operations:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:4])
         header = _Header(operation=str(operation))
         data = _encode(header, (list(args), dict(named)))
-        return WorkSample(text=f"{operation} of {shapes}", unit="", data=data)
+        text = f"{operation} of {shapes}"
+        return WorkSample(text=text, unit="", data=data, digest=digest_of_sample(data))
 
 
 def _by_name(operation: Any, args: Sequence[Any]) -> dict[str, Any]:
@@ -192,6 +204,32 @@ def _by_name(operation: Any, args: Sequence[Any]) -> dict[str, Any]:
 def _is_captured(tensor: torch.Tensor) -> bool:
     """Whether a copy of `tensor` to the host would spoil the capture of a graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _is_of_torch(kind: type) -> bool:
+    """Whether `kind` is one of torch's own classes of optimizers, of which nothing was replaced."""
+    if vars(torch.optim).get(kind.__name__) is not kind or kind is torch.optim.LBFGS:
+        return False
+    functions = [
+        value
+        for each in kind.__mro__
+        for value in vars(each).values()
+        if isinstance(value, FunctionType)
+    ]
+    while functions:
+        function = functions.pop()
+        module = str(function.__globals__.get("__name__"))
+        if not module.startswith("torch.") and module not in _DEPRECATING:
+            return False
+        if isinstance(inner := getattr(function, "__wrapped__", None), FunctionType):
+            functions.append(inner)
+    return True
+
+
+def left_out(optimizers: Sequence[Any]) -> list[str]:
+    """Names of the classes of `optimizers` whose steps are not repeated."""
+    kinds = {type(one) for each in optimizers for one in with_nested(each, optimizers)}
+    return sorted(kind.__qualname__ for kind in kinds if not _is_of_torch(kind))
 
 
 @torch.no_grad()
@@ -205,17 +243,16 @@ def steps_of_optimizers(
         bytes_max: most bytes of all of them.
     """
     found = [
-        (index, at, one, group, parameter)
-        for index, optimizer in enumerate(optimizers)
-        for at, one in enumerate(with_nested(optimizer, optimizers))
-        # A wrapper's own step calls that of the one within it.
-        if isinstance(one, torch.optim.Optimizer) and len(with_nested(one, optimizers)) == 1
+        (one, group, parameter)
+        for optimizer in optimizers
+        for one in with_nested(optimizer, optimizers)
+        if _is_of_torch(type(one))
         for group in one.param_groups
         for parameter in group["params"]
         if isinstance(parameter.grad, torch.Tensor)
     ]
     samples, room = list[WorkSample](), bytes_max
-    for index, at, one, group, parameter in random.Random().sample(found, len(found)):
+    for one, group, parameter in random.Random().sample(found, len(found)):
         if len(samples) == STEPS:
             break
         state = dict(one.state.get(parameter) or {})
@@ -223,19 +260,15 @@ def steps_of_optimizers(
         nbytes = sum(map(span_bytes, (*tensors, *_tensors_in(state))))
         if nbytes > min(room, BYTES_MAX):
             continue
+        name = type(one).__name__
         try:
-            own = attributes_of(one)
-            if next(_tensors_in(own), None) is not None:
-                continue
             hyperparameters = {key: value for key, value in group.items() if key != "params"}
-            data = _encode(
-                _Header(optimizer=(index, at)),
-                (type(one).__qualname__, own, hyperparameters, state, *tensors),
-            )
+            data = _encode(_Header(optimizer=name), (hyperparameters, state, *tensors))
         except (HoldfastError, RuntimeError):
             continue  # what it holds has no bytes, so another rank could not repeat it
-        text = f"the step of {type(one).__qualname__} of a parameter {list(tensors[0].shape)}"
-        samples.append(WorkSample(text=text, unit=units(parameter), data=data))
+        text = f"the step of {name} of a parameter {list(tensors[0].shape)}"
+        digest = digest_of_sample(data)
+        samples.append(WorkSample(text=text, unit=units(parameter), data=data, digest=digest))
         room -= len(data)
     return samples
 
@@ -248,6 +281,11 @@ _LAYOUTS: dict[str, Any] = {
     for value in vars(torch).values()
     if isinstance(value, torch.layout | torch.memory_format)
 }
+
+
+def digest_of_sample(data: bytes) -> int:
+    """Digest the bytes of a sample, so that all ranks that repeat it have the same ones."""
+    return xxhash.xxh3_64_intdigest(data)
 
 
 def _encode(header: _Header, value: object) -> bytes:
@@ -330,22 +368,30 @@ class _Silence(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def perform(data: bytes, names: Collection[str], optimizers: Sequence[Any]) -> int | None:
+def perform(
+    data: bytes, digest: int, names: Collection[str], optimizers: Sequence[Any]
+) -> int | None:
     """Perform a sample twice, on copies. Return the digest of what it gives; None if that is not
-    the same both times, or this rank cannot perform it. It raises nothing.
+    the same both times, its bytes are not those that its owner has encoded, or this rank cannot
+    perform it. It raises nothing.
 
     Args:
+        digest: that of the sample, which its owner has stated.
         names: the operations that this rank has executed itself.
         optimizers: those of this rank.
     """
-    generators = RandomGenerators.now()
     try:
-        first, second = (_perform(data, names, optimizers) for _ in range(2))
-    except Exception:  # torch, or a user's optimizer, may raise anything
+        if digest_of_sample(data) != digest:
+            return None
+        generators = RandomGenerators.now()
+        try:
+            first, second = (_perform(data, names, optimizers) for _ in range(2))
+        finally:
+            generators.put_back()
+        # The memory of any rank may be wrong, also while it performs the sample.
+        return first if first == second and digest_of_sample(data) == digest else None
+    except Exception:  # torch may raise anything
         return None
-    finally:
-        generators.put_back()
-    return first if first == second else None
 
 
 @torch.no_grad()
@@ -359,7 +405,7 @@ def _perform(data: bytes, names: Collection[str], optimizers: Sequence[Any]) -> 
         if header.operation:
             results = _execute(header.operation, names, *value)
         else:
-            results = _step(header, optimizers, *value)
+            results = _step(header.optimizer, optimizers, *value)
     return digest_of(_tensors_in(results))
 
 
@@ -384,26 +430,23 @@ def _execute(name: str, names: Collection[str], args: list[Any], named: dict[str
 
 
 def _step(
-    header: _Header,
+    name: str,
     optimizers: Sequence[Any],
-    kind: str,
-    own: dict[str, Any],
     hyperparameters: dict[str, Any],
     state: dict[Any, Any],
     parameter: torch.Tensor,
     gradient: torch.Tensor,
 ) -> Any:
-    """Step a copy of an optimizer that holds `parameter` alone. Return the parameter and its
-    state."""
-    index, at = header.optimizer
-    if index not in range(len(optimizers)):
-        raise UnsupportedValueError(f"this rank has no optimizer {index}")
-    optimizer = with_nested(optimizers[index], optimizers)[at]
-    if type(optimizer).__qualname__ != kind:
-        raise UnsupportedValueError(f"optimizer {index} is no {kind[:80]}")
+    """Step an optimizer of the class `name` that holds `parameter` alone. Return the parameter and
+    its state."""
+    own = {type(one) for each in optimizers for one in with_nested(each, optimizers)}
+    kind: Any = next((one for one in own if one.__name__ == name and _is_of_torch(one)), None)
+    if kind is None:
+        raise UnsupportedValueError(f"this rank has no optimizer {name[:80]} of torch")
     parameter.grad = gradient
-    one = copy_with(optimizer, hyperparameters, parameter, state)
-    vars(one).update(own)
-    forget_scaling([one])
+    one = object.__new__(kind)  # nothing of a live optimizer is in it
+    groups = [{**hyperparameters, "params": [parameter]}]
+    states = defaultdict(dict, {parameter: state})
+    one.__setstate__({"defaults": {}, "state": states, "param_groups": groups})
     step_alone(one)
     return [parameter, one.state[parameter]]

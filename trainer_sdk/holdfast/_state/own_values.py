@@ -113,11 +113,6 @@ class OwnValues:
         return any(not captured.has(one) for value in values for one in _tensors(value))
 
 
-def attributes_of(optimizer: Any) -> dict[str, Any]:
-    """The attributes of an optimizer that may hold state, by their names."""
-    return {name: holder[name] for _, holder, name in _places(optimizer)}
-
-
 class _Captured:
     """The tensors that snapshots capture as parameters or states of an optimizer, including tensors
     that share their memory."""

@@ -92,7 +92,7 @@ def test_flips_in_any_execution_and_parallelism_are_found(kind: str, tmp_path: P
 
 def test_a_device_that_is_wrong_each_time_is_found_by_other_ranks(tmp_path: Path) -> None:
     devices = [("fsdp", "addcdiv_"), ("messages", "native_layer_norm")]
-    jobs = [Job(kind=kind, wrong=(WRONG, operation), steps=15) for kind, operation in devices]
+    jobs = [Job(kind=kind, wrong=(WRONG, operation)) for kind, operation in devices]
     jobs += [Job(kind="messages", wrong=(WRONG, "mm"), staged=True)]
     for job, outcomes in zip(jobs, train(tmp_path, jobs, 3), strict=True):
         for each in outcomes:
@@ -100,7 +100,7 @@ def test_a_device_that_is_wrong_each_time_is_found_by_other_ranks(tmp_path: Path
             assert found is not None and found == outcomes[0].found
             assert (found.proof, found.ranks, found.wrong) == (Proof.ELSEWHERE, (WRONG,), (WRONG,))
             assert bounded_divergence(found) == found and each.problem == ""
-            assert found.step in each.checked and found.equal_step in (None, FIRST)
+            assert found.step in each.checked[1:], "one check names nobody"
             assert each.executed.count(found.step) == (1 if job.staged else 2)
 
 
