@@ -221,7 +221,14 @@ _REFUSED_WRAPPERS = (
     "tests/unit/sdk/moe/test_snapshots.py::"
     "test_wrappers_that_average_or_divide_parameters_are_refused"
 )
-_PLAIN_DDP = "tests/unit/sdk/elastic/test_ddp.py::test_wrong_use_is_refused"
+_PLAIN_DDP = (
+    "tests/unit/sdk/elastic/test_pipeline.py::"
+    "test_a_stage_that_is_averaged_with_other_stages_is_refused"
+)
+_FOLLOWS_NOBODY = (
+    "tests/unit/daemon/engine/test_following.py::"
+    "test_nobody_follows_where_another_controller_starts_processes"
+)
 _WRAPPED_STAGES = (
     "tests/local/snapshots/test_stages.py::test_a_lost_stage_that_torch_wraps_repeats_steps_alone"
 )
@@ -306,7 +313,7 @@ _TESTS = {
     ),
     "other launchers": (
         *(_LAUNCHER, _LAUNCHER, _LAUNCHER, _LAUNCHER),
-        *(_APPLIED_WITH_SEATS, _LAUNCHER),
+        *(_APPLIED_WITH_SEATS, _FOLLOWS_NOBODY),
     ),
 }
 
@@ -328,6 +335,7 @@ REFUSALS = {
     _GRADIENTS,
     _REFUSED_WRAPPERS,
     _PLAIN_DDP,
+    _FOLLOWS_NOBODY,
     _APPLIED_WITH_SEATS,
     _UNREAD_LOG,
     *map(_own_loop, ("huggingface", "lightning", "torchtitan", "deepspeed", "megatron")),

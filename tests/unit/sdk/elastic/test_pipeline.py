@@ -14,6 +14,7 @@ import torch.distributed as dist
 import xxhash
 from on_device import OnDevice
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast._elastic import message_copies
@@ -132,6 +133,26 @@ def test_stages_whose_log_could_never_be_read_are_refused(
             pipeline=pipeline,
             socket=tmp_path / "socket",
             settings=holdfast.Settings(policy=policy),
+        )
+
+
+class AllRanks(DistributedDataParallel):
+    """Wraps a stage as accelerate's `prepare` does, without the group that this needs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def test_a_stage_that_is_averaged_with_other_stages_is_refused() -> None:
+    model, pipeline = AllRanks(nn.Linear(1, 1)), make(0)
+    with pytest.raises(InvalidJobError, match=r"wrap the module by `world\.ddp"):
+        holdfast.init(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters()),
+            topology=TOPOLOGY,
+            world=pipeline.world,
+            pipeline=pipeline,
         )
 
 
