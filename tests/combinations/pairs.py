@@ -40,6 +40,7 @@ class Row:
 
     spec: Mapping[str, Any]
     arguments: tuple[str, ...] = ()
+    """More arguments of the example. The one for stages takes only those in `ADAPTED`."""
     nodes_lost: int = 0
     """Nodes that are killed at once; 0: a single rank is."""
     resizes: bool = False
@@ -148,7 +149,9 @@ ADAPTED: dict[tuple[str, str], Row] = {
         spec={"nodes": 4, "ep": 2}, arguments=("--expert-parallel",)
     ),
     ("mirrors of replicas", "stages"): Row(
-        spec={"nodes": 4, "redundancy": _MIRRORED, "spares": 1}, nodes_lost=1
+        spec={"nodes": 4, "redundancy": _MIRRORED, "spares": 1},
+        arguments=("--seq", "128"),
+        nodes_lost=1,
     ),
     ("window auto", "PartialExperts"): Row(
         spec={"policy": {"type": "PartialExperts", "sparse": {"window": "auto"}}}
@@ -156,9 +159,7 @@ ADAPTED: dict[tuple[str, str], Row] = {
     ("window auto", "Selective"): Row(
         spec={"policy": {"type": "Selective", "sparse": {"window": "auto"}}}
     ),
-    ("window auto", "Sparse"): Row(
-        spec={"nodes": 3, "minNodes": 2, "policy": _auto("Optimizer")}, nodes_lost=1, resizes=True
-    ),
+    ("window auto", "Sparse"): Row(spec={"policy": _auto("Training")}),
     ("window auto", "seats, windows"): Row(spec={"policy": _auto("Optimizer")}),
     ("window auto", "stages"): Row(spec={"policy": _auto("Training")}),
 }
@@ -412,11 +413,11 @@ def arguments(row_name: str, column_name: str, directory: Path) -> list[str]:
     if row.script:
         return ["--steps", str(STEPS), "--seed", "5", "--directory", str(directory)]
     if column.example == "train_moe_pipeline.py":
-        ways = [each for each in row.arguments if each == "--expert-parallel"]
-        return [*found, *ways, "--directory", str(directory)]
+        own = row.arguments if (row_name, column_name) in ADAPTED else ()
+        return [*found, *own, "--directory", str(directory)]
     if column.example == "train_moe.py":
-        found += ["--ep", str(row.spec.get("ep", 1)), *row.arguments]
-    return [*found, "--hash-file", str(directory / "sha256")]
+        found += ["--ep", str(row.spec.get("ep", 1))]
+    return [*found, *row.arguments, "--hash-file", str(directory / "sha256")]
 
 
 def table() -> list[str]:
