@@ -227,8 +227,8 @@ _PLAIN_DDP = (
     "test_a_stage_that_is_averaged_with_other_stages_is_refused"
 )
 _FOLLOWS_NOBODY = (
-    "tests/unit/daemon/engine/test_following.py::"
-    "test_nobody_follows_where_another_controller_starts_processes"
+    "tests/unit/daemon/engine/test_entering_worlds.py::"
+    "test_no_worker_stays_where_nobody_would_form_its_next_world"
 )
 _WRAPPED_STAGES = (
     "tests/local/snapshots/test_stages.py::test_a_lost_stage_that_torch_wraps_repeats_steps_alone"

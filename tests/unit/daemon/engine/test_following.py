@@ -12,7 +12,6 @@ from member_engines import engine_of, membership_of
 
 from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.errors import (
-    AccessDeniedError,
     InvalidJobError,
     RankInUseError,
     StaleEpochError,
@@ -100,13 +99,6 @@ def test_a_member_that_is_to_be_restarted_keeps_no_worker_in_that_epoch_only() -
     assert not world(engine).keep
     begin(engine, 3)
     assert world(engine).keep
-
-
-def test_nobody_follows_where_another_controller_starts_processes() -> None:
-    """The error is one after which a worker does not ask again."""
-    engine = member(replace(MEMBERSHIP, external=True))
-    with pytest.raises(AccessDeniedError, match=r"none can stay: .* with stay=False"):
-        engine.follows(2, 102)
 
 
 def test_a_lane_is_kept_where_its_own_worker_follows_and_nothing_of_it_restarts() -> None:
