@@ -85,6 +85,7 @@ class HelloReply(_message.Message):
     PARITY_GROUP_FIELD_NUMBER: _builtins.int
     PARITY_CHUNKS_FIELD_NUMBER: _builtins.int
     PARITY_ROWS_FIELD_NUMBER: _builtins.int
+    EXTERNAL_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     epoch: _builtins.int
     world_size: _builtins.int
@@ -92,6 +93,8 @@ class HelloReply(_message.Message):
     """path of the socket that passes descriptors"""
     parity_chunks: _builtins.int
     parity_rows: _builtins.int
+    external: _builtins.bool
+    """see `Membership.external`; false from older daemons"""
     @_builtins.property
     def parity_group(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """World ranks of this rank's lane in its parity group, by position, and the chunks and rows of
@@ -108,10 +111,11 @@ class HelloReply(_message.Message):
         parity_group: _abc.Iterable[_builtins.int] | None = ...,
         parity_chunks: _builtins.int = ...,
         parity_rows: _builtins.int = ...,
+        external: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_socket", b"arena_socket", "epoch", b"epoch", "parity_chunks", b"parity_chunks", "parity_group", b"parity_group", "parity_rows", b"parity_rows", "protocol_version", b"protocol_version", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_socket", b"arena_socket", "epoch", b"epoch", "external", b"external", "parity_chunks", b"parity_chunks", "parity_group", b"parity_group", "parity_rows", b"parity_rows", "protocol_version", b"protocol_version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

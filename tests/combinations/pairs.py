@@ -40,6 +40,7 @@ class Row:
 
     spec: Mapping[str, Any]
     arguments: tuple[str, ...] = ()
+    """More arguments of the example. The one for stages takes only those in `ADAPTED`."""
     nodes_lost: int = 0
     """Nodes that are killed at once; 0: a single rank is."""
     resizes: bool = False
@@ -148,7 +149,9 @@ ADAPTED: dict[tuple[str, str], Row] = {
         spec={"nodes": 4, "ep": 2}, arguments=("--expert-parallel",)
     ),
     ("mirrors of replicas", "stages"): Row(
-        spec={"nodes": 4, "redundancy": _MIRRORED, "spares": 1}, nodes_lost=1
+        spec={"nodes": 4, "redundancy": _MIRRORED, "spares": 1},
+        arguments=("--seq", "128"),
+        nodes_lost=1,
     ),
     ("window auto", "PartialExperts"): Row(
         spec={"policy": {"type": "PartialExperts", "sparse": {"window": "auto"}}}
@@ -156,9 +159,7 @@ ADAPTED: dict[tuple[str, str], Row] = {
     ("window auto", "Selective"): Row(
         spec={"policy": {"type": "Selective", "sparse": {"window": "auto"}}}
     ),
-    ("window auto", "Sparse"): Row(
-        spec={"nodes": 3, "minNodes": 2, "policy": _auto("Optimizer")}, nodes_lost=1, resizes=True
-    ),
+    ("window auto", "Sparse"): Row(spec={"policy": _auto("Training")}),
     ("window auto", "seats, windows"): Row(spec={"policy": _auto("Optimizer")}),
     ("window auto", "stages"): Row(spec={"policy": _auto("Training")}),
 }
@@ -221,7 +222,14 @@ _REFUSED_WRAPPERS = (
     "tests/unit/sdk/moe/test_snapshots.py::"
     "test_wrappers_that_average_or_divide_parameters_are_refused"
 )
-_PLAIN_DDP = "tests/unit/sdk/elastic/test_ddp.py::test_wrong_use_is_refused"
+_PLAIN_DDP = (
+    "tests/unit/sdk/elastic/test_pipeline.py::"
+    "test_a_stage_that_is_averaged_with_other_stages_is_refused"
+)
+_FOLLOWS_NOBODY = (
+    "tests/unit/daemon/engine/test_entering_worlds.py::"
+    "test_no_worker_stays_where_nobody_would_form_its_next_world"
+)
 _WRAPPED_STAGES = (
     "tests/local/snapshots/test_stages.py::test_a_lost_stage_that_torch_wraps_repeats_steps_alone"
 )
@@ -306,7 +314,7 @@ _TESTS = {
     ),
     "other launchers": (
         *(_LAUNCHER, _LAUNCHER, _LAUNCHER, _LAUNCHER),
-        *(_APPLIED_WITH_SEATS, _LAUNCHER),
+        *(_APPLIED_WITH_SEATS, _FOLLOWS_NOBODY),
     ),
 }
 
@@ -328,6 +336,7 @@ REFUSALS = {
     _GRADIENTS,
     _REFUSED_WRAPPERS,
     _PLAIN_DDP,
+    _FOLLOWS_NOBODY,
     _APPLIED_WITH_SEATS,
     _UNREAD_LOG,
     *map(_own_loop, ("huggingface", "lightning", "torchtitan", "deepspeed", "megatron")),
@@ -404,11 +413,11 @@ def arguments(row_name: str, column_name: str, directory: Path) -> list[str]:
     if row.script:
         return ["--steps", str(STEPS), "--seed", "5", "--directory", str(directory)]
     if column.example == "train_moe_pipeline.py":
-        ways = [each for each in row.arguments if each == "--expert-parallel"]
-        return [*found, *ways, "--directory", str(directory)]
+        own = row.arguments if (row_name, column_name) in ADAPTED else ()
+        return [*found, *own, "--directory", str(directory)]
     if column.example == "train_moe.py":
-        found += ["--ep", str(row.spec.get("ep", 1)), *row.arguments]
-    return [*found, "--hash-file", str(directory / "sha256")]
+        found += ["--ep", str(row.spec.get("ep", 1))]
+    return [*found, *row.arguments, "--hash-file", str(directory / "sha256")]
 
 
 def table() -> list[str]:

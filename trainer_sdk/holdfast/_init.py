@@ -220,8 +220,8 @@ class _Maker:
                 f"a lost stage repeats steps from a state that is whole, and "
                 f"{type(self.settings.policy).__name__} leaves experts out of snapshots, so that "
                 f"the log of pipeline= would never be read: use snapshot.policy.type Full or "
-                f"Sparse, or leave elastic.Pipeline out, and send between stages with "
-                f"torch.distributed"
+                f"Sparse, or leave elastic.Pipeline out, send between stages with "
+                f"torch.distributed, and mark waits for other stages with session.bubble"
             )
         _log.warning(
             "pipeline=: no stage recovers alone, because this process takes no votes: it needs "
@@ -231,6 +231,11 @@ class _Maker:
     def elastic_session(self, world: World, pipeline: Pipeline | None) -> ElasticSession:
         """Make a session for `world` and for the worlds that follow it. Collective."""
         check_staying(self.model, world)
+        if world.any_size and self.topology is not None and self.topology.pp > 1:
+            raise InvalidJobError(
+                f"with {self.topology} a rank has another stage in a world of another size: leave "
+                f"any_size out, so that all processes start again when the number of ranks changes"
+            )
         for part in self.model.modules():
             if isinstance(part, WorldSharded) and world.any_size:
                 part.check(self.optimizers)

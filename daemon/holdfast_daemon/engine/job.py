@@ -18,6 +18,7 @@ from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.corruption import Divergence, Proof
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import (
+    AccessDeniedError,
     CorruptError,
     InvalidJobError,
     ProtocolError,
@@ -608,11 +609,11 @@ class JobEngine:
             The number of its stream, which replaces any earlier one of the rank.
 
         Raises:
-            UnreachableError, InvalidJobError: the rank does not live here, or not yet; or nobody
-                would form a new world around it.
+            UnreachableError, InvalidJobError: the rank does not live here, or not yet.
+            AccessDeniedError: nobody would ever form a new world around it.
         """
         if self._epoch_with(rank).membership.external:
-            raise InvalidJobError(
+            raise AccessDeniedError(
                 f"another controller makes the pods of {self.memory.job} (spec.trainer.external), "
                 f"and starts all processes again when one is lost; none can stay: call "
                 f"holdfast.elastic.init with stay=False"

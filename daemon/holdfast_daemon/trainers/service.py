@@ -131,6 +131,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             parity_group=[world.world_rank(membership.rank_at(m, lane)) for m in members],
             parity_chunks=code.chunks if code is not None else 0,
             parity_rows=code.rows if code is not None else 0,
+            external=membership.external,
         )
 
     async def Restore(

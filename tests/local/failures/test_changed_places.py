@@ -87,6 +87,7 @@ def test_a_world_names_itself_to_the_daemons_of_its_nodes(job: RawJob) -> None:
             found = codec.error_from_metadata(error.trailing_metadata(), "")  # type: ignore[attr-defined]
             assert isinstance(found, UnreachableError), error
             return 0
+        assert reply.external
         return int(reply.epoch)
 
     first = ORDER.index(0)  # the leader's rank

@@ -64,6 +64,8 @@ class Hello:
     world_size: int
     parity_group: ParityGroup | None = None
     """None without redundancy, or if the daemon is too old to say."""
+    external: bool = False
+    """Whether another controller makes the pods, so that ranks may change places."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,7 +378,12 @@ class GrpcClient:
         if ranks:
             code = Code(len(ranks), reply.parity_chunks, reply.parity_rows)
             group = ParityGroup(ranks=ranks, code=code)
-        return Hello(epoch=reply.epoch, world_size=reply.world_size, parity_group=group)
+        return Hello(
+            epoch=reply.epoch,
+            world_size=reply.world_size,
+            parity_group=group,
+            external=reply.external,
+        )
 
     def restore(
         self, request: RestoreRequest, timeout_s: float, on_progress: OnProgress

@@ -474,7 +474,8 @@ class Restore:
 
         Raises:
             UnreachableError: it did not answer within `restore_timeout_s`.
-            InvalidJobError: its training world has another number of ranks than the topology.
+            InvalidJobError: its training world has another number of ranks than the topology, or
+                may come back with its ranks in other places, where windows cannot be repeated.
         """
         deadline = time.monotonic() + self.settings.restore_timeout_s
         while True:
@@ -490,6 +491,13 @@ class Restore:
             raise InvalidJobError(
                 f"the daemon's training world has {hello.world_size} ranks, but {self.topology} "
                 f"describes {self.topology.world_size}"
+            )
+        if hello.external and self.settings.window and self.settings.repeats is Repeats.TRAINING:
+            raise InvalidJobError(
+                "another controller makes the pods (spec.trainer.external), which may change "
+                "places, and the training steps of a sparse window are repeated only by ranks "
+                "that are where they were: give holdfast.Settings a policy with "
+                "repeats=Repeats.OPTIMIZER, or another policy"
             )
         return hello
 

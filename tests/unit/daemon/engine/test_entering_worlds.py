@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from member_engines import engine_of, membership_of
 
-from holdfast_core.errors import InvalidJobError, UnreachableError
+from holdfast_core.errors import AccessDeniedError, InvalidJobError, UnreachableError
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.reports import Directive
 from holdfast_daemon.engine import JobEngine
@@ -81,5 +81,5 @@ def test_a_rank_whose_pod_has_come_before_the_epoch_waits_for_it() -> None:
 
 
 def test_no_worker_stays_where_nobody_would_form_its_next_world() -> None:
-    with pytest.raises(InvalidJobError, match="init with stay=False"):
+    with pytest.raises(AccessDeniedError, match="init with stay=False"):
         engine_of(MEMBERSHIP, 1).follows(1, 100)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import holdfast
 from holdfast._agree.exchange import Alone
 from holdfast._capture.window_records import decode_record
-from holdfast._daemon.client import Opened
+from holdfast._daemon.client import Hello, Opened
 from holdfast._elastic.session import ElasticSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
@@ -749,3 +749,28 @@ def test_a_replay_follows_the_order_in_which_its_window_was_captured(
 def test_an_interval_that_is_measured_is_refused() -> None:
     with pytest.raises(holdfast.InvalidJobError, match="a window needs the save of every step"):
         holdfast.Settings(policy=SparseWindows(), recoveries_per_day=3.0)
+
+
+class PodsOfOthers(FakeDaemon):
+    """A daemon of a job whose pods another controller makes."""
+
+    def hello(self) -> Hello:
+        return replace(super().hello(), external=True)
+
+
+def test_training_is_not_repeated_where_pods_may_change_places(
+    make_trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    """No rank could be restored once they have, however often it is started."""
+    trainer = make_trainer("adamw")
+    session = open_session(trainer, PodsOfOthers(tmp_path), policy=SparseWindows(window=3))
+    with pytest.raises(
+        holdfast.InvalidJobError, match=r"repeats=Repeats\.OPTIMIZER, or another policy"
+    ):
+        session.restore()
+    session.close()
+    for number, policy in enumerate((SparseWindows(window=3, repeats=Repeats.OPTIMIZER), Full())):
+        daemon = PodsOfOthers(tmp_path / str(number))
+        session = open_session(make_trainer("adamw"), daemon, policy=policy)
+        assert session.restore() is None
+        session.close()

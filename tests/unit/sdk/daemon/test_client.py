@@ -135,7 +135,9 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
 
     def Hello(self, request: Any, context: Any) -> trainer_pb2.HelloReply:
         self._enter(request, context)
-        return trainer_pb2.HelloReply(protocol_version=self.version, epoch=2, world_size=4)
+        return trainer_pb2.HelloReply(
+            protocol_version=self.version, epoch=2, world_size=4, external=True
+        )
 
     def Restore(self, request: Any, context: Any) -> Iterator[trainer_pb2.RestoreProgress]:
         self._enter(request, context)
@@ -247,7 +249,7 @@ def client(service: Trainer, tmp_path: Path) -> Iterator[GrpcClient]:
 
 def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> None:
     hello = client.hello()
-    assert (hello.epoch, hello.world_size) == (2, 4)
+    assert (hello.epoch, hello.world_size, hello.external) == (2, 4, True)
     assert service.seen[-1].store_address == "node0:1"
     opened = client.open(OPEN, WAIT_S)
     assert (opened.session, opened.arena_bytes, opened.slots) == ("s", 12288, 2)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import xxhash
 from on_device import OnDevice
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast._elastic import message_copies
@@ -22,7 +23,7 @@ from holdfast._elastic.message_copies import Copied, SideCopies, bytes_of
 from holdfast._elastic.pipeline import SCHEDULES_FROM, BoundaryReplay, Pipeline
 from holdfast._elastic.stage_group import StageGroup
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job.snapshots import PartialExperts, Policy, Selective
+from holdfast_core.job.snapshots import Full, PartialExperts, Policy, Selective, SparseWindows
 from holdfast_core.protection.replaying import ReplayPlan
 from holdfast_core.topology import Topology
 
@@ -46,7 +47,8 @@ class FakeWorld:
 
     def __init__(self, rank: int, size: int = 2) -> None:
         self.rank, self.size = rank, size
-        self.any_size = False
+        self.any_size = self.stays = False
+        self.timeout_s = 1.0
         self.parts: list[list[int]] = []
         self.came: list[int] = []
         self.sent: list[tuple[int, list[int]]] = []
@@ -132,6 +134,65 @@ def test_stages_whose_log_could_never_be_read_are_refused(
             pipeline=pipeline,
             socket=tmp_path / "socket",
             settings=holdfast.Settings(policy=policy),
+        )
+
+
+def test_stages_without_a_pipeline_are_of_worlds_of_one_size_too() -> None:
+    world: Any = FakeWorld(0)
+    world.any_size = True
+    model = nn.Linear(1, 1)
+    with pytest.raises(InvalidJobError, match="leave any_size out"):
+        holdfast.init(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters()),
+            topology=TOPOLOGY,
+            world=world,
+        )
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("go_on_live", [True, False])
+@pytest.mark.parametrize("policy", [Full(), SparseWindows(window=3)])
+def test_a_log_that_nobody_would_read_for_another_reason_is_only_warned_of(
+    policy: Policy,
+    go_on_live: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(TOPOLOGY.world_size))
+    monkeypatch.setattr("holdfast._init.ElasticSession", lambda *given, **named: None)
+    model, pipeline = nn.Linear(1, 1), make(0)
+    holdfast.init(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters()),
+        topology=TOPOLOGY,
+        world=pipeline.world,
+        pipeline=pipeline,
+        socket=tmp_path / "socket",
+        settings=holdfast.Settings(policy=policy, go_on_live=go_on_live),
+    )
+    assert ("no stage recovers alone" in caplog.text) == (not go_on_live)
+
+
+class AllRanks(DistributedDataParallel):
+    """Wraps a stage as accelerate's `prepare` does, without the group that this needs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def test_a_stage_that_is_averaged_with_other_stages_is_refused() -> None:
+    model, pipeline = AllRanks(nn.Linear(1, 1)), make(0)
+    with pytest.raises(InvalidJobError, match=r"wrap the module by `world\.ddp"):
+        holdfast.init(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters()),
+            topology=TOPOLOGY,
+            world=pipeline.world,
+            pipeline=pipeline,
         )
 
 
