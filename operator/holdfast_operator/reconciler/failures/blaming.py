@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from dataclasses import replace
 
 from holdfast_core.exit_codes import RETRYABLE
+from holdfast_core.job.failures import RECHECK_S
 from holdfast_core.job.parsing import FailureRule, On
 from holdfast_core.last_lines import essence_of
 from holdfast_core.node_failures import FailureKind
@@ -78,8 +79,14 @@ def unfit_nodes(membership: Membership, causes: Iterable[Cause]) -> frozenset[st
 def recent_failed_checks(observation: Observation, state: ControlState) -> dict[str, float]:
     """Node → when its newest check failed. Nodes that wait check again at different times, so what
     they have in common shows only after a while."""
-    oldest = observation.now - CHECKED_AGAIN * observation.job.spec.failure_policy.recheck_seconds
+    oldest = observation.now - CHECKED_AGAIN * recheck_s(observation)
     return {node: at for node, at in state.failed_checks.items() if at >= oldest}
+
+
+def recheck_s(observation: Observation) -> float:
+    """Time after which a node whose check failed is checked again; a long period means no rounds,
+    and not that nobody checks it."""
+    return min(observation.job.spec.failure_policy.recheck_seconds, RECHECK_S)
 
 
 def with_failed_checks(

@@ -16,7 +16,11 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from holdfast_core.snapshots.membership import Membership
-from holdfast_operator.reconciler.failures.blaming import blame_start, recent_failed_checks
+from holdfast_operator.reconciler.failures.blaming import (
+    blame_start,
+    recent_failed_checks,
+    recheck_s,
+)
 from holdfast_operator.reconciler.membership.joining import places
 from holdfast_operator.reconciler.observe.lookups import suspension_of
 from holdfast_operator.reconciler.observe.text import agent_exit_in_words
@@ -92,7 +96,7 @@ def _not_before(observation: Observation, state: ControlState, node: str) -> flo
     failed_at = recent_failed_checks(observation, state).get(node, float("-inf"))
     return max(
         ended_at + min(PAUSE_S * 2.0 ** (times - 1), PAUSE_S_MAX),
-        failed_at + observation.job.spec.failure_policy.recheck_seconds,
+        failed_at + recheck_s(observation),
     )
 
 

@@ -12,7 +12,7 @@ that shows it. All of this comes from trainers: it is only ever shown, and compa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from holdfast_core.inspections import GroupCollectives, InspectedProcess
@@ -75,13 +75,14 @@ class CollectiveWaits:
     """Waits that are all for ranks which wait themselves, in another of these; empty if there are
     none."""
 
-    @property
-    def on_devices(self) -> frozenset[int]:
-        """Ranks whose devices wait for missing ranks, wherever their main threads are."""
+    def on_devices(self, ended: Set[int]) -> frozenset[int]:
+        """Ranks whose devices wait for ranks that are missing, or have `ended`, wherever their main
+        threads are."""
         return frozenset(
             rank
             for wait in self.waits
-            if wait.missing and not wait.group.endswith(HOST_BACKEND)
+            if (wait.missing or not ended.isdisjoint(wait.members))
+            and not wait.group.endswith(HOST_BACKEND)
             for rank in wait.waiting
         )
 
@@ -89,8 +90,9 @@ class CollectiveWaits:
         """Whether it may be only these ranks that hold up the others, as far as torch has recorded:
         they do not if others are waited for, wait for each other, or have all entered what they
         wait in."""
+        known = frozenset(culprits)
         return not self.circle and not any(
-            wait.entered_by_all or not set(wait.missing) <= set(culprits) for wait in self.waits
+            wait.entered_by_all or not known.issuperset(wait.missing) for wait in self.waits
         )
 
     @property

@@ -13,7 +13,7 @@ and functions of torch and of Holdfast.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 
@@ -159,7 +159,8 @@ def diagnose(ranks: Collection[int], answers: Mapping[int, InspectedProcess | No
     waits = collective_waits(ranks, answers)
     groups = _grouped(answers, _place_of)
     told = _told(groups)
-    culprits = _held_up(told, waits.on_devices)
+    ended = {rank for rank, process in answers.items() if process is None}
+    culprits = _held_up(told, waits.on_devices(ended))
     if not culprits and (absent := _absent(waits, answers)):
         groups = _grouped(answers, lambda each: _place_or_absence(each, absent))
         told = _told(groups)
@@ -249,7 +250,7 @@ def _rarest(by_details: Mapping[str, Sequence[int]]) -> str:
 
 
 def _held_up(
-    groups: Mapping[_Place, Sequence[int]], on_devices: Collection[int]
+    groups: Mapping[_Place, Sequence[int]], on_devices: Set[int]
 ) -> dict[_Place, Sequence[int]]:
     """The places that explain the hang by themselves: processes that cannot get on, or else those
     that are not where the others wait. Where nobody waits for ranks that have ended, the job waits
@@ -266,9 +267,10 @@ def _held_up(
     if stuck := of(_Kind.STOPPED, _Kind.UNINTERRUPTIBLE):
         return stuck
     ended, away, waiting = of(_Kind.ENDED), of(_Kind.LOADER, _Kind.CODE), of(*_WAITS)
-    away = {place: found for place, found in away.items() if not set(found) & set(on_devices)}
-    if ended and (waiting or away):
-        return ended if waiting else away
+    devices = {place for place, found in away.items() if not on_devices.isdisjoint(found)}
+    away = {place: found for place, found in away.items() if place not in devices}
+    if ended and (waiting or devices or away):
+        return ended if waiting or devices else away
     return away if waiting else {}
 
 

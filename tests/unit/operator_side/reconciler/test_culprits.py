@@ -525,6 +525,14 @@ def test_what_one_of_many_sessions_waits_for_is_told_of_its_rank() -> None:
     assert text.endswith(f"{WAIT}: {save} waits for a slot (rank 5)")
 
 
+@pytest.mark.parametrize("count", [2, 8])
+def test_a_rank_that_has_left_while_devices_wait_for_it_is_named(count: int) -> None:
+    world = tuple(range(count))
+    waiting = {r: recorded(synchronizes(r), in_group("0 nccl", 9, world, 9)) for r in world[1:]}
+    found = diagnose(world, {0: None, **waiting})
+    assert (found.culprits, found.kind) == (frozenset({0}), HangKind.ENDED)
+
+
 def test_a_group_that_does_not_contain_its_rank_shows_nothing() -> None:
     """The script may have numbered its ranks in another way than the launcher."""
     text, culprits = diagnosed(
