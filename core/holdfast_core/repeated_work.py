@@ -115,8 +115,10 @@ def judge(
         return Verdict(different=tuple(sorted(wrong)))
     if wrong and all(wrong & {*pair} for pair in open_pairs):
         return Verdict(wrong=tuple(wrong), candidates=tuple(wrong))
-    # A rank that is in each dispute explains all of them, but so may the other one.
     involved = {rank for pair in open_pairs for rank in pair} | wrong
+    if wrong:  # two faults at once: a pair without the rank that a third has decided on
+        return Verdict(different=tuple(sorted(involved)))
+    # A rank that is in each dispute explains all of them, but so may the other one.
     common = {rank for rank in involved if all(rank in pair for pair in open_pairs)}
     return Verdict(candidates=tuple(sorted(common or involved)))
 

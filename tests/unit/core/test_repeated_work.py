@@ -161,3 +161,11 @@ def test_disputes_are_bounded_and_come_from_all_owners() -> None:
     _, found = Ranks([0] * 4, wrong=frozenset({0, 1, 2, 3})).check(0)
     assert len(found) == DISPUTES_MAX
     assert [one.owner for one in found[:4]] == [0, 1, 2, 3]
+
+
+def test_a_rank_that_is_decided_on_and_a_pair_without_it_are_two_faults() -> None:
+    decided = Dispute(owner=3, sample=0, second=6, third=7)
+    open_one = Dispute(owner=4, sample=0, second=5, third=8)
+    own, repeated = [[0]] * 9, [[9]] * 9
+    verdict = judge([decided, open_one], own, repeated, [9, None])
+    assert verdict == Verdict(different=(3, 4, 5))

@@ -80,11 +80,13 @@ class Placed:
         return self.arena[start + offset : start + offset + nbytes]
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Copy bytes out of any pieces."""
-        return b"".join(
-            self.arena[start + low : start + high]
-            for start, low, high in self._parts(offset, nbytes)
-        )
+        """Copy bytes out of any pieces. Raises as `read_into`."""
+        if self.descriptor < 0:
+            parts = self._parts(offset, nbytes)
+            return b"".join(self.arena[start + low : start + high] for start, low, high in parts)
+        found = (ctypes.c_ubyte * nbytes)()
+        self.read_into(ctypes.addressof(found), offset, nbytes)
+        return bytes(found)
 
     def read_into(self, address: int, offset: int, nbytes: int) -> None:
         """Copy bytes out of any pieces to `address`, which has room for them.

@@ -114,7 +114,8 @@ class RepeatedWork:
 
     def end(self, operations: Operations) -> None:
         """End what `begin` began."""
-        self._listed, self._kept = operations.listed, operations.kept
+        operations.end()
+        self._listed, self._kept, operations.kept = operations.listed, operations.kept, []
         self._names = {*self._names, *operations.names}
 
     def drop(self) -> None:

@@ -153,10 +153,15 @@ class Operations:
         self._counts: dict[object, int] = {}
         self._number = self._bytes = 0
         self._drawn = random.Random()
+        self._is_over = False
+
+    def end(self) -> None:
+        """Note nothing more: what follows the vote of a step is compared by nobody."""
+        self._is_over = True
 
     def note(self, operation: Any, args: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Note an operation that is about to be executed."""
-        if not is_comparable(operation):
+        if self._is_over or not is_comparable(operation):
             return
         number, self._number = self._number, self._number + 1
         tensors = list(_tensors_in((args, named)))

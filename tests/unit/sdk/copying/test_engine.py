@@ -552,3 +552,10 @@ def test_an_arena_that_is_too_small_is_refused() -> None:
     good = placed(2 * PIECE, 2 * PIECE)
     with pytest.raises(CorruptError, match="do not fit into an arena"):
         replace(good, arena=good.arena[: SLOTS_MIN * good.layout.slot_bytes - 1])
+
+
+def test_bytes_of_an_arena_that_was_cut_are_not_read() -> None:
+    target = placed(4 * PIECE, 5 * PIECE)
+    os.ftruncate(target.descriptor, target.start(0) + 4 * PIECE)
+    with pytest.raises(CorruptError, match="was cut short"):
+        target.read(4 * PIECE, 100)

@@ -93,3 +93,13 @@ def test_ranks_that_differ_in_turn_are_not_named(caplog: pytest.LogCaptureFixtur
     other = Verdict(wrong=(2,), candidates=(2,))
     assert findings((NAMED, (3, 3, 3)), (other, (3, 3, 3))) == [None, None]
     assert "ranks [1, 2] get other bytes than others of the same kind" in caplog.text
+
+
+def test_what_follows_the_vote_is_no_work_of_a_sample() -> None:
+    """The optimizer's own operations are recorded as well, and nobody would compare them."""
+    work = RepeatedWork()
+    operations = work.begin(keeps=True)
+    operations.note(torch.ops.aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2)), {})
+    work.end(operations)
+    operations.note(torch.ops.aten.neg.default, (torch.ones(3),), {})
+    assert len(work._listed) == 1
