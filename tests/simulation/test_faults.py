@@ -22,7 +22,8 @@ POLICIES = tuple(PolicyType)
     ],
 )
 def test_a_job_survives_this_fault_whenever_it_strikes(kind: str, policy: PolicyType) -> None:
-    """Each kind has one short row, and all policies occur among them."""
+    """Each kind has one short row, and all policies occur among them. Blocks whose sources have
+    changed nearly everywhere, such as those of rank 0, are made from whole chunks."""
     counts: Counter[str] = Counter()
     for seed in range(15):
         cluster = Cluster(Options(seed=seed, steps=16, faults=3, kinds=(kind,), policy=policy))
@@ -30,7 +31,7 @@ def test_a_job_survives_this_fault_whenever_it_strikes(kind: str, policy: Policy
         counts.update(cluster.counts)
     print(f"seeds 0..14, only {kind}, {policy}: {dict(counts)}")
     assert counts[kind] > 4
-    assert counts["parity_updated"] > counts["parity_built"] / 2
+    assert counts["parity_updated"] > counts["parity_built"] / 4
     assert sum(counts[other] for other in FAULTS if other != kind) == 0
 
 

@@ -28,6 +28,7 @@ from holdfast_daemon.engine.answers import Granted
 from holdfast_daemon.engine.slots import ArenaView, Slot
 
 PIECE_BYTES = 16
+FROZEN_PIECES = 3
 POLL_S = 0.02
 
 
@@ -42,10 +43,13 @@ def extras_bytes_of(rank: int, generation: Generation) -> int:
 
 
 def content(rank: int, world_size: int, generation: Generation) -> bytes:
-    """Payload that `rank` captures in `generation`. Timelines differ, so that mixing them shows."""
+    """Payload that `rank` captures in `generation`. Timelines differ, so that mixing them shows. The
+    first pieces are frozen, so that parity is made from changes, too."""
     seed = rank * 1_000_003 + generation.step * 1009 + generation.epoch
-    size = tensor_bytes_of(rank, world_size) + extras_bytes_of(rank, generation)
-    return random.Random(seed).randbytes(size)
+    tensor_bytes = tensor_bytes_of(rank, world_size)
+    data = random.Random(seed).randbytes(tensor_bytes + extras_bytes_of(rank, generation))
+    frozen = min(FROZEN_PIECES, tensor_bytes // PIECE_BYTES) * PIECE_BYTES
+    return random.Random(rank).randbytes(frozen) + data[frozen:]
 
 
 def layout_of(rank: int, world_size: int, world_rank: int) -> bytes:
