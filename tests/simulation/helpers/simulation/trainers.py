@@ -43,8 +43,8 @@ def extras_bytes_of(rank: int, generation: Generation) -> int:
 
 
 def content(rank: int, world_size: int, generation: Generation) -> bytes:
-    """Payload that `rank` captures in `generation`. Timelines differ, so that mixing them shows. The
-    first pieces are frozen, so that parity is made from changes, too."""
+    """Payload that `rank` captures in `generation`. Timelines differ, so that mixing them shows.
+    The first pieces are frozen, so that parity is made from changes, too."""
     seed = rank * 1_000_003 + generation.step * 1009 + generation.epoch
     tensor_bytes = tensor_bytes_of(rank, world_size)
     data = random.Random(seed).randbytes(tensor_bytes + extras_bytes_of(rank, generation))
