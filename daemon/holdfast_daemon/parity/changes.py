@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from holdfast_core.errors import CorruptError, StorageError
@@ -87,12 +88,15 @@ def _read_piece(held: Held, at: int, buffer: memoryview) -> int:
 def changed_pieces(before: Manifest, after: Manifest, start: int, nbytes: int) -> Iterator[int]:
     """The pieces of [start, start + nbytes) that differ between the two snapshots."""
     size = after.piece_bytes
-    for piece in range(start // size, -(-(start + nbytes) // size)):
-        at = piece * size
-        lengths = [max(min(m.payload_bytes - at, size), 0) for m in (before, after)]
-        part = slice(DIGEST_BYTES * piece, DIGEST_BYTES * (piece + 1))
-        if lengths[0] != lengths[1] or before.digests[part] != after.digests[part]:
-            yield piece
+    first, end = start // size, -(-(start + nbytes) // size)
+    pieces, of_digests = np.arange(first, end), slice(DIGEST_BYTES * first, DIGEST_BYTES * end)
+    lengths = [(m.payload_bytes - pieces * size).clip(0, size) for m in (before, after)]
+    digests = [
+        np.frombuffer(m.digests[of_digests].ljust(DIGEST_BYTES * len(pieces), b"\0"), np.uint64)
+        for m in (before, after)
+    ]
+    differ = (lengths[0] != lengths[1]) | (digests[0] != digests[1])
+    yield from pieces[differ].tolist()
 
 
 class ChangeFetch(Protocol):

@@ -87,12 +87,15 @@ class MirroredFetch:
         sizes = {position: one.payload_bytes for position, one in self._manifests.items()}
         size = common_piece_bytes(self._manifests)
         parts = [part for part in code.contributions(which, sizes, size) if part.range.nbytes]
-        pieces = [
-            (part.position, piece)
-            for part in parts
-            for piece in range(
-                part.range.start // size, piece_count(part.range.start + part.range.nbytes, size)
+        chunks = [
+            (
+                part.position,
+                range(
+                    part.range.start // size,
+                    piece_count(part.range.start + part.range.nbytes, size),
+                ),
             )
+            for part in parts
         ]
         changed = sum(
             1
@@ -104,12 +107,16 @@ class MirroredFetch:
                 part.range.nbytes,
             )
         )
-        if changed and changed >= DENSE_SHARE * len(pieces):
+        if changed and changed >= DENSE_SHARE * sum(len(pieces) for _, pieces in chunks):
             return True
         if not self._places:
             return False
         looked_at = memoryview(bytearray(size))
-        missing = sum(not self.take(*piece, looked_at) for piece in pieces)
+        missing = sum(
+            not self.take(position, piece, looked_at)
+            for position, pieces in chunks
+            for piece in pieces
+        )
         return missing < changed
 
     def has(self, position: int, piece: int) -> bool:
