@@ -115,26 +115,34 @@ def test_a_session_is_for_the_stages_of_its_pipeline() -> None:
         holdfast.init(model=model, optimizer=torch.optim.SGD(model.parameters()), pipeline=make(0))
 
 
-@pytest.mark.parametrize("policy", [PartialExperts(loss_limit=1.0), Selective(experts=1)])
-def test_stages_whose_log_could_never_be_read_are_refused(
-    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(TOPOLOGY.world_size))
+
+
+def init_with_log(socket: Path, settings: holdfast.Settings) -> None:
+    """Begin a session of the first rank, whose stages log their messages."""
     model, pipeline = nn.Linear(1, 1), make(0)
+    holdfast.init(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters()),
+        topology=TOPOLOGY,
+        world=pipeline.world,
+        pipeline=pipeline,
+        socket=socket,
+        settings=settings,
+    )
+
+
+@pytest.mark.usefixtures("first_rank")
+@pytest.mark.parametrize("policy", [PartialExperts(loss_limit=1.0), Selective(experts=1)])
+def test_stages_whose_log_could_never_be_read_are_refused(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(
         InvalidJobError,
         match=f"{type(policy).__name__} leaves experts out .* use snapshot.policy.type Full",
     ):
-        holdfast.init(
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters()),
-            topology=TOPOLOGY,
-            world=pipeline.world,
-            pipeline=pipeline,
-            socket=tmp_path / "socket",
-            settings=holdfast.Settings(policy=policy),
-        )
+        init_with_log(tmp_path / "socket", holdfast.Settings(policy=policy))
 
 
 def test_stages_without_a_pipeline_are_of_worlds_of_one_size_too() -> None:
@@ -150,7 +158,7 @@ def test_stages_without_a_pipeline_are_of_worlds_of_one_size_too() -> None:
         )
 
 
-@pytest.mark.usefixtures("deterministic")
+@pytest.mark.usefixtures("deterministic", "first_rank")
 @pytest.mark.parametrize("go_on_live", [True, False])
 @pytest.mark.parametrize("policy", [Full(), SparseWindows(window=3)])
 def test_a_log_that_nobody_would_read_for_another_reason_is_only_warned_of(
@@ -160,19 +168,9 @@ def test_a_log_that_nobody_would_read_for_another_reason_is_only_warned_of(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", str(TOPOLOGY.world_size))
     monkeypatch.setattr("holdfast._init.ElasticSession", lambda *given, **named: None)
-    model, pipeline = nn.Linear(1, 1), make(0)
-    holdfast.init(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters()),
-        topology=TOPOLOGY,
-        world=pipeline.world,
-        pipeline=pipeline,
-        socket=tmp_path / "socket",
-        settings=holdfast.Settings(policy=policy, go_on_live=go_on_live),
-    )
+    settings = holdfast.Settings(policy=policy, go_on_live=go_on_live)
+    init_with_log(tmp_path / "socket", settings)
     assert ("no stage recovers alone" in caplog.text) == (not go_on_live)
 
 
