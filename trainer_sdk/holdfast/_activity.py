@@ -35,7 +35,8 @@ class Activity:
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
-        self._call = ""
+        self._calls: list[str] = []
+        """Calls of the session that have not ended, the innermost last."""
 
     def keep(self) -> None:
         """Keep all further notes, so that the launcher can read them. Raises OSError."""
@@ -57,14 +58,14 @@ class Activity:
     @contextmanager
     def training_in(self, call: str) -> Iterator[None]:
         """Note that the training thread is in a call of the session, such as `save`, until the
-        block ends. Calls may be nested."""
-        outer, self._call = self._call, call
+        block ends. Calls may be nested, and those of several threads may overlap."""
+        self._calls.append(call)
         self._write(_TRAINING_AT, call)
         try:
             yield
         finally:
-            self._call = outer
-            self._write(_TRAINING_AT, outer)
+            self._calls.remove(call)
+            self._write(_TRAINING_AT, self._calls[-1] if self._calls else "")
 
     def save_by(self, stage: str) -> None:
         """Note what the saver's thread does for a save, such as `waits for a slot`; empty for
