@@ -196,23 +196,33 @@ def test_a_byte_flipped_in_the_saved_epoch_is_made_good_by_the_control_loop(
 
 
 class FlippingProxy:
-    """A TCP proxy to a bulk service; flips a byte of every large enough block while `flips` > 0."""
+    """A TCP proxy to bulk services; flips a byte of every large enough block while `flips` > 0."""
 
-    def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+    def __init__(self) -> None:
+        self._listeners: list[socket.socket] = []
         self.flips = 0
         self.flipped = 0
         self._lock = threading.Lock()
-        threading.Thread(target=self._accept, daemon=True).start()
 
-    def _accept(self) -> None:
+    def address_for(self, target: str) -> str:
+        """Where the proxy takes connections to a bulk service."""
+        host, _, port = target.rpartition(":")
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._listeners.append(listener)
+        threading.Thread(
+            target=self._accept, args=(listener, (host, int(port))), daemon=True
+        ).start()
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def _accept(self, listener: socket.socket, target: tuple[str, int]) -> None:
         with contextlib.suppress(OSError):
             while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
+                near, _ = listener.accept()
+                try:
+                    far = socket.create_connection(target)
+                except ConnectionRefusedError:  # the daemon is lost
+                    near.close()
+                    continue
                 for source, sink, damages in ((near, far, False), (far, near, True)):
                     threading.Thread(
                         target=self._pump, args=(source, sink, damages), daemon=True
@@ -234,15 +244,16 @@ class FlippingProxy:
         return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
     def close(self) -> None:
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
 
 @pytest.fixture
 def proxy(cluster: RawCluster, job: RawJob) -> Iterator[FlippingProxy]:
-    """All bytes that the victim sends to its peers pass through it."""
-    node = job.nodes[VICTIM]
-    proxy = FlippingProxy(cluster.wait_beat(node).bulk_address)
-    job.bulk_addresses[node] = proxy.address
+    """All bytes that members send each other pass through it: any that holds a copy may send it."""
+    proxy = FlippingProxy()
+    for node in job.nodes:
+        job.bulk_addresses[node] = proxy.address_for(cluster.wait_beat(node).bulk_address)
     job.form()
     job.start_trainers()
     yield proxy
