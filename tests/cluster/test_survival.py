@@ -134,10 +134,12 @@ def test_what_training_does_not_need_does_not_stop_it(outcome: Outcome, kind: st
 
 
 def test_restarts_are_counted_as_the_rules_say(outcome: Outcome) -> None:
-    """All recoveries count but that of the drained node. A machine that plays all nodes may cause
-    more of them than the script does."""
+    """All recoveries count but that of the drained node, whose pod the control loop may see being
+    removed or, where it looks later, find gone. A machine that plays all nodes may cause more of
+    them than the script does."""
     causes = [recovery.cause for recovery in recoveries_of(outcome.status)]
-    assert sum("EvictionByEvictionAPI" in cause for cause in causes) == 1, causes
+    drained = ("EvictionByEvictionAPI", "has no agent, and node")
+    assert sum(any(words in cause for words in drained) for cause in causes) == 1, causes
     assert outcome.status["restarts"] == outcome.status["recoveries"] - 1, causes
     assert outcome.status["restarts"] >= len(EVERYTHING) - len(UNCOUNTED)
 
