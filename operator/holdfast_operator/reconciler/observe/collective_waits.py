@@ -87,12 +87,18 @@ class CollectiveWaits:
         )
 
     def allow(self, culprits: Collection[int]) -> bool:
-        """Whether it may be only these ranks that hold up the others, as far as torch has recorded:
-        they do not if others are waited for, wait for each other, or have all entered what they
-        wait in."""
+        """Whether it may be only these ranks that hold up the others, as far as torch has recorded.
+        They do not if others are waited for, or have all entered what they wait in, nor if it is
+        each other that they wait for. They may wait for others which wait for them."""
         known = frozenset(culprits)
-        return not self.circle and not any(
-            wait.entered_by_all or not known.issuperset(wait.missing) for wait in self.waits
+        own = [wait for wait in self.waits if known.issuperset(wait.waiting)]
+        others = [wait for wait in self.waits if not known.issuperset(wait.waiting)]
+        held_up = known.union(*(wait.waiting for wait in others if wait.missing))
+        return (
+            all(known.issuperset(wait.missing) for wait in others)
+            and all(held_up.issuperset(wait.missing) for wait in own)
+            and not any(wait.entered_by_all for wait in self.waits)
+            and not _circle(own)
         )
 
     @property

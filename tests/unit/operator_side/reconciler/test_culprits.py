@@ -457,6 +457,41 @@ def test_a_minority_that_waits_for_the_others_is_not_blamed() -> None:
     assert "ranks 6, 7 wait in all_reduce 9 of group 0 g for ranks 0, 1, 2, 3, 4, 5" in text
 
 
+def test_a_rank_that_has_left_for_another_collective_is_named_though_it_waits_itself() -> None:
+    """It left the loop early, and waits in a barrier for a rank that waits for it in the loop."""
+    world, pair = (0, 1, 2, 3), (0, 1)
+    most = [
+        recorded(reduces(rank), in_group("0 gloo", 9, world, 9), in_group("1 gloo", 4, pair))
+        for rank in (0, 2, 3)
+    ]
+    left = recorded(
+        reduces(1, 60, "barrier"),
+        in_group("1 gloo", 5, pair, 5, operation="barrier"),
+        in_group("0 gloo", 8, world),
+    )
+    found = diagnose(world, dict(enumerate((most[0], left, *most[1:]))))
+    assert found.culprits == {1} and found.kind is HangKind.ELSEWHERE
+    assert found.text.startswith("rank 1 is waiting in barrier ")
+    assert "; 3 others are waiting in all_reduce " in found.text
+    assert "and rank 1 waits in barrier 5 of group 1 gloo for rank 0" in found.text
+
+
+def test_two_ranks_that_wait_for_each_other_are_a_deadlock_however_many_wait_for_them() -> None:
+    most = [recorded(reduces(r, 40), in_group("0 gloo", 9, WORLD, 9)) for r in range(2, 8)]
+    first, second = (
+        recorded(
+            helps(rank, order),
+            in_group(f"{rank + 1} gloo", 5, (0, 1), 5),
+            in_group(f"{2 - rank} gloo", 4, (0, 1)),
+            in_group("0 gloo", 8, WORLD),
+        )
+        for rank, order in enumerate(("forwards", "backwards"))
+    )
+    found = diagnose(WORLD, dict(enumerate((first, second, *most))))
+    assert found.culprits == set() and found.kind is HangKind.DEADLOCK
+    assert "they wait for each other: rank 0 waits in all_reduce 5 of group 1 gloo" in found.text
+
+
 def test_a_rank_that_waits_for_a_deadlock_is_not_blamed() -> None:
     world = (0, 1, 2)
     behind = [in_group("0 g", 8, world), in_group("1 g", 6, (0, 1)), in_group("2 g", 6, (0, 1))]
