@@ -269,6 +269,8 @@ if "--beside" in sys.orig_argv:
 beside other work notice."""
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive  # checks of the lowest priority take minutes on a busy machine
 @pytest.mark.timeout(500)
 def test_a_node_that_breaks_while_its_launcher_waits_does_not_take_part(
     daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
