@@ -36,7 +36,8 @@ OLDEST := $(addprefix tests/unit/,protos daemon/transport daemon/trainers daemon
 FAULTS := tests/local tests/combinations tests/gpu/test_compiled_steps.py \
 	$(addprefix tests/unit/sdk/,agree/test_mirroring.py capture/test_routers.py \
 	capture/test_spread_processes.py copying/test_device_hashes.py elastic/test_step_checks.py \
-	elastic/test_work_samples.py integrations/test_policies.py launch/test_launch.py launch/test_node_checks.py)
+	elastic/test_work_samples.py integrations/test_policies.py launch/test_launch.py \
+	launch/test_node_checks.py)
 CLUSTER := $(BIN)/python tests/cluster/helpers/cli.py
 CRD := crds/holdfast.dev_moetrainingjobs.yaml
 SETTINGS := trainer_sdk/holdfast/_job_settings.py

@@ -70,9 +70,10 @@ def test_a_save_that_training_abandoned_does_not_leave_the_old_tensors_captured(
     trainer.train()  # waits no longer than `start_wait_s`
     assert "training went on" in str(abandoned.committed.exception(WAIT_S))
     commit.set()
+    session.prepare()  # returns once the worker is free
     for step in (6, 7):
         handle = train(trainer, session, step)
-        handle.staged.exception(WAIT_S)
+        handle.committed.exception(WAIT_S)
     assert handle.committed.result(WAIT_S) == 7
     session.close()
     assert_restores_last(make_trainer, open_session, tmp_path, kind, trainer, same)
