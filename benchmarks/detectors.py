@@ -41,9 +41,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.json_report import verdict, write_json
 from benchmarks.machine import facts
 from benchmarks.measure import Figure
-from benchmarks.report import verdict, write_json
 from benchmarks.targets import TARGETS
 from holdfast_cli.local import LocalCluster, LocalSettings
 from holdfast_cli.local.commands import Commands

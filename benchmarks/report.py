@@ -1,4 +1,4 @@
-"""The report of a benchmark run: a table for people, a plot, and JSON for machines."""
+"""The report of a benchmark run for people: tables and a plot."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib as mpl
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.json_report import verdict
 from benchmarks.measure import Figure, Outcome
-from benchmarks.targets import OF_SLOTS, TARGETS, Target
+from benchmarks.targets import OF_SLOTS, TARGETS
 from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
 
 mpl.use("Agg")
@@ -27,40 +27,6 @@ PEER_NAMES = {
     "safetensors": "safetensors to /dev/shm",
     "torch_save": "torch.save to /dev/shm",
 }
-
-
-def verdict(target: Target, figure: Figure) -> bool | None:
-    """Whether the target is met; None without a target."""
-    return None if target.at_most is None else figure.value <= target.at_most
-
-
-def write_json(
-    path: Path,
-    rows: Mapping[str, Figure],
-    peers: Mapping[str, Outcome],
-    facts: Mapping[str, object],
-    skipped: Mapping[str, str],
-) -> None:
-    """Write each row's key with its figure, the same for each peer under `peers`, the spread and
-    the floor of each figure under `details`, and its target under `targets`."""
-    report = {
-        **{key: figure.value for key, figure in rows.items()},
-        "peers": {
-            name: {key: figure.value for key, figure in outcome.rows.items()}
-            for name, outcome in peers.items()
-        },
-        "targets": {
-            target.key: {"at_most": target.at_most, "met": verdict(target, rows[target.key])}
-            for target in TARGETS
-            if target.key in rows
-        },
-        "details": rows,
-        "peer_details": {name: outcome.rows for name, outcome in peers.items()},
-        "skipped": skipped,
-        "machine": facts,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
 
 
 def print_tables(

@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import huge_pages, machine, report
+from benchmarks.json_report import write_json
 from benchmarks.measure import Figure, Outcome, decode
 from benchmarks.peers import PEERS
 from holdfast_core.quantities import parse_bytes
@@ -88,7 +89,7 @@ def main() -> int:
             peers[name] = outcome
         else:
             rows |= outcome.rows
-    report.write_json(options.report, rows, peers, facts, skipped)
+    write_json(options.report, rows, peers, facts, skipped)
     report.print_tables(console, rows, peers, skipped, facts)
     plotted = options.report.with_suffix(".png")
     if "blocked" in rows:

@@ -30,6 +30,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.json_report import verdict, write_json
 from benchmarks.machine import facts
 from benchmarks.measure import REPETITIONS, Figure
 from benchmarks.recovery.figures import AFTER_NOTICED, Results, key, shown
@@ -39,7 +40,6 @@ from benchmarks.recovery.stacks import NAMES, packages_of
 from benchmarks.recovery.stacks_table import report
 from benchmarks.recovery.traces import Phase
 from benchmarks.recovery.votes import measure as measure_votes
-from benchmarks.report import verdict, write_json
 from benchmarks.targets import TARGETS
 from holdfast_core.errors import HoldfastError
 

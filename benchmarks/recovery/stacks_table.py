@@ -11,12 +11,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.json_report import write_json
 from benchmarks.machine import facts
 from benchmarks.measure import Figure
 from benchmarks.recovery.figures import figure, shown
 from benchmarks.recovery.runs import Mode
 from benchmarks.recovery.stacks import STACKS, TORCHFT, measure
-from benchmarks.report import write_json
 
 AT_MOST_S = 1.0
 """Limit of the median of each row of ours whose processes stay."""

@@ -235,12 +235,13 @@ def test_what_a_process_claims_is_bounded(workers: Workers) -> None:
 def test_a_collective_that_waits_for_the_other_rank_is_seen(workers: Workers) -> None:
     for rank in range(2):
         workers.launch(MEETS.replace("RANK", str(rank)))
-    began_s, seen = time.monotonic(), list[tuple[GroupCollectives, ...]]()
-    while not (seen and all(found and found[0].pending for found in seen)):
+    began_s, awaited = time.monotonic(), ("1 gloo", "2 gloo")
+    own, other = dict[str, GroupCollectives](), dict[str, GroupCollectives]()
+    # Only the second world uses group 2.
+    while not all(n in g and g[n].pending for n, g in zip(awaited, (own, other), strict=True)):
         assert time.monotonic() < began_s + 60
         inspected = inspect_workers(workers.pids(), workers.directory)
-        seen = [inspected[lane].collectives for lane in range(2)]
-    own, other = ({each.group: each for each in found} for found in seen)
+        own, other = ({g.group: g for g in inspected[lane].collectives} for lane in range(2))
     assert own["1 gloo"] == GroupCollectives(
         group="1 gloo", entered=1, pending=1, operation="all_reduce", size=2, members=(0, 1)
     )
