@@ -284,6 +284,31 @@ def test_a_step_of_all_ranks_ends_the_count_of_fruitless_replays() -> None:
         assert (first_in[5], first_in[6]) == (9, 14)
 
 
+@pytest.mark.parametrize("late", [(), (2,)], ids=str)
+def test_the_model_knows_the_step_of_ranks_that_have_gone_back(late: tuple[int, ...]) -> None:
+    # All go back from step 6 to step 4. Then a stage is lost before they have step 6 again, and not
+    # in step 7 of the world that has ended, where its rank may not yet have heard of the first one.
+    first = staging.Loss(step=7, point="reduce", victims=(1,), late=frozenset(late), diverges=True)
+    second = staging.Loss(step=6, point="reduce", victims=(2,))
+    cluster = play(Topology(dp=1, pp=4), first, second, every=4)
+    assert cluster.counts["alone"] == staging.RANKS - 1
+    for rank in (0, 1, 3):
+        assert cluster.processes[rank].first_in[3] == 6
+
+
+@pytest.mark.parametrize("then", [(1,), (2,), (1, 3)], ids=str)
+def test_a_loss_before_ranks_have_agreed_on_a_replay_counts_with_the_one_before(
+    then: tuple[int, ...],
+) -> None:
+    first = staging.Loss(step=8, point="reduce", victims=(1,))
+    second = staging.Loss(step=1, point="stand", victims=then)
+    cluster = play(Topology(dp=1, pp=4), first, second, every=4)
+    [plan] = cluster.replays.values()
+    assert (plan.scope, plan.line, plan.target) == (tuple(sorted({1, *then})), 4, 7)
+    for rank in {*range(staging.RANKS)} - {*plan.scope}:
+        assert cluster.processes[rank].first_in == {1: 1, 3: 8}
+
+
 def test_a_replay_has_the_messages_of_the_last_execution_of_each_step() -> None:
     with staging.surroundings():
         schedule = staging.Schedule.of_two_timelines(5)

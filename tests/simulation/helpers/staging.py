@@ -78,7 +78,8 @@ EXPERTS = Topology(dp=2, ep=2, pp=3)
 SPREAD = Topology(dp=4, ep=2, pp=2)
 """Stages in which two ranks have the same experts, on different nodes if these have two ranks."""
 POINTS = ("forward", "backward", "reduce", "sum", "vote", "optimizer", "settle", "restore")
-"""Where a rank may die: before the call of that name."""
+"""Where a rank may die: before the call of that name. After another loss it may also die before
+`stand`, in which ranks state what they have."""
 ENDED = "the training world has ended"
 
 
@@ -100,6 +101,8 @@ class Loss:
     victims: tuple[int, ...]
     unseen: frozenset[int] = frozenset()
     """Ranks that do not see the result of the vote in which the others die."""
+    late: frozenset[int] = frozenset()
+    """Ranks that come to `point` of the same step only afterwards, and have yet to hear of it."""
     corrupts: bool = False
     """Whether a bit of a survivor's log flips at that instant."""
     diverges: bool = False
@@ -215,6 +218,8 @@ class Schedule:
                 loss = replace(loss, step=step + 1, point="settle", unseen=frozenset())
             losses.append(loss)
             step = max(step, loss.step)
+        if not widens:
+            losses = _vary(seed, losses, topology.world_size)
         return cls(
             seed=seed,
             topology=topology,
@@ -247,7 +252,7 @@ class Schedule:
             topology=Topology(dp=RANKS),
             window=1,
             steps=step + 4,
-            losses=tuple(losses),
+            losses=tuple(_vary(seed, losses, RANKS)),
             every=every,
         )
 
@@ -304,6 +309,22 @@ def _loss_beside(
         return replace(plain, victims=(more,), point="reduce")
     first = rng.choice(sorted(lost))
     return replace(plain, step=2, victims=(first, more), point=rng.choice(("forward", "sum")))
+
+
+def _vary(seed: int, losses: Sequence[Loss], ranks: int) -> list[Loss]:
+    """Let some ranks hear late of some losses, and some losses follow at once, before ranks have
+    agreed on how to go on after the one before."""
+    rng, varied = random.Random(f"vary {seed}"), list[Loss]()
+    for loss in losses:
+        others = [rank for rank in range(ranks) if rank not in loss.victims]
+        if varied and rng.random() < 0.15:
+            varied.append(replace(loss, step=1, point="stand", unseen=frozenset()))
+        elif loss.point not in ("settle", "restore") and not loss.unseen and rng.random() < 0.3:
+            late = rng.sample(others, rng.randint(0, len(others)))
+            varied.append(replace(loss, late=frozenset(late)))
+        else:
+            varied.append(loss)
+    return varied
 
 
 @dataclass(eq=False)
@@ -439,14 +460,27 @@ class Cluster:
 
     def at(self, point: str, process: Process, step: int) -> None:
         """Die here, if that is what comes next."""
+        world, session = process.world, process.session
+        assert world is not None
         with self.changed:
             self._live_or_die(process)
-            loss = self._left[0] if self._left else None
-            if loss is None or step < loss.step or loss.victims[0] != process.rank:
-                return
-            if loss.point == point and not (point == "vote" and loss.unseen):
+            loss = self._next_at(point, step)
+            if loss and process.rank in loss.late and session and session._replaying is None:
+                self.changed.wait_for(lambda: self.epoch > world.met, WAIT_S)
+                self._live_or_die(process)
+                loss = self._next_at(point, step)
+            # A rank that has yet to hear of a loss survives. How far it still comes is a matter of
+            # threads, and a schedule is to have the same course each time.
+            if loss and process.rank == loss.victims[0] and world.met == self.epoch:
                 self._strike(loss)
                 raise Killed
+
+    def _next_at(self, point: str, step: int) -> Loss | None:
+        """The next loss, if it strikes when a victim comes to `point` of `step`."""
+        loss = self._left[0] if self._left else None
+        if loss is None or loss.point != point or step < loss.step:
+            return None
+        return None if point == "vote" and loss.unseen else loss
 
     def _live_or_die(self, process: Process) -> None:
         if self.failures:
@@ -759,7 +793,9 @@ class PipelineWorld:
 
     def __init__(self, cluster: Cluster, process: Process) -> None:
         self._cluster, self._process, self.rank = cluster, process, process.rank
-        self.epoch, self._met, self._rounds, self._left = 0, 0, 0, True
+        self.epoch, self._rounds, self._left = 0, 0, True
+        self.met = 0
+        """Newest epoch that its process has heard of."""
         self._calls: Counter[tuple[Any, ...]] = Counter()
         self.size, self.nproc = cluster.topology.world_size, cluster.schedule.per_node
         process.world = self
@@ -806,18 +842,20 @@ class PipelineWorld:
         while True:
             with cluster.changed:
                 cluster.changed.wait_for(lambda: cluster.epoch > self.epoch, WAIT_S)
-                if self._met != cluster.epoch:
-                    self._met, self._rounds = cluster.epoch, 0
+                if self.met != cluster.epoch:
+                    self.met, self._rounds = cluster.epoch, 0
             self._rounds += 1
+            if self.met > 1:
+                cluster.at("stand", self._process, cluster.schedule.steps)
             try:
                 what = ("stand", self._rounds)
-                said = cluster.meet(self._process, self._met, what, own, range(self.size))
+                said = cluster.meet(self._process, self.met, what, own, range(self.size))
             except UnreachableError:
                 continue
             return standing(said)
 
     def form(self) -> None:
-        self.epoch, self._left = self._met, False
+        self.epoch, self._left = self.met, False
         self._calls.clear()
 
     def gather(
