@@ -65,7 +65,8 @@ class Activity:
             yield
         finally:
             self._calls.remove(call)
-            self._write(_TRAINING_AT, self._calls[-1] if self._calls else "")
+            # Others may end meanwhile, so the list is read once.
+            self._write(_TRAINING_AT, "".join(self._calls[-1:]))
 
     def save_by(self, stage: str) -> None:
         """Note what the saver's thread does for a save, such as `waits for a slot`; empty for
