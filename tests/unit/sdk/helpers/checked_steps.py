@@ -34,11 +34,12 @@ from holdfast.testing import FakeDaemon
 from holdfast_core.corruption import Divergence
 from holdfast_core.topology import Topology
 
-WAIT_S = 30.0
-SHARE = 50.0
-"""More than jobs may ask for, so that the second check follows soon, whatever the machine does."""
+WAIT_S = 100.0
+SHARE = 1e9
+"""So much more than jobs may ask for that a check is followed by another one in the next step,
+however long the machine takes for it."""
 FIRST = 10
-"""Step that is checked first. When the others are depends on the time that this takes."""
+"""Step that is checked first."""
 
 
 @dataclass(frozen=True, kw_only=True)
