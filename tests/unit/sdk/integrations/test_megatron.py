@@ -10,7 +10,8 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from megatron_runs import (
 )
 from ranks import run_ranks
 from stored import JOB, persist
-from waiting import wait_saved
+from waiting import wait_for, wait_saved
 
 from holdfast import moe
 from holdfast.dcp import HoldfastReader
@@ -131,6 +132,20 @@ def test_other_worlds_find_masters_and_moments_by_parameter(tmp_path: Path) -> N
         run(comes_back_among_others, world, tmp_path, {}, 2)
 
 
+def tell_of_bubbles(session: Any, file: Path) -> None:
+    """Make a file when a wait that is marked begins."""
+    bubbles = session._saver.bubbles
+    bubble = bubbles.bubble
+
+    @contextmanager
+    def told() -> Iterator[None]:
+        with bubble():
+            file.touch()
+            yield
+
+    bubbles.bubble = told
+
+
 def waits_are_marked(rank: int, world: int, directory: str, *cases: dict[str, Any]) -> None:
     """The second stage waits while the first one computes, and its waits are marked."""
     from megatron.core import parallel_state
@@ -139,13 +154,19 @@ def waits_are_marked(rank: int, world: int, directory: str, *cases: dict[str, An
     for number, case in enumerate(cases):
         parallel_state.destroy_model_parallel()
         use_groups(Case(**case))
-        trained = Trained(1, Case(**case))
-        if rank == 0:
-            for chunk in trained.chunks:
-                chunk.register_forward_pre_hook(lambda *_: time.sleep(COMPUTE_S))
+        trained, waits = Trained(1, Case(**case)), Path(f"{directory}-waits-{number}")
         session = open_session(trained, f"{directory}-{number}", rank, world, epoch=1)
         session.restore()
         train(trained, 1, 1, session)  # The first save begins to mark waits.
+
+        def compute(*_: Any, waits: Path = waits) -> None:
+            wait_for("the second stage to wait", waits.exists, WAIT_S)
+            time.sleep(COMPUTE_S)
+
+        for chunk in trained.chunks if rank == 0 else ():
+            chunk.register_forward_pre_hook(compute)
+        if rank == 1:
+            tell_of_bubbles(session, waits)
         before = session.counters.bubble_s
         train(trained, 2, 2, session)
         if rank == 1:
