@@ -3,10 +3,16 @@
 Four to eight ranks train in two to six stages, each in a thread of its own with a real session,
 real boundaries and real snapshots; what is played is the world: messages, deaths, and when a window
 is protected. One seed decides who dies when, single ranks or nodes of two, together or one after
-another, in a step, a replay or a restore, and what a replay does wrong. Some stages have experts
-that only some of their ranks hold, and some pipelines are rings, in which each rank has two parts
-of the model. After every completed step each rank must have the bytes of an undisturbed run; a
-stage whose neighbours have logged enough must repeat steps alone.
+another, in a step, a replay or a restore or before ranks have agreed on one, who hears of it late,
+and what a replay does wrong. Some stages have experts that only some of their ranks hold, and some
+pipelines are rings, in which each rank has two parts of the model. After every completed step each
+rank must have the bytes of an undisturbed run; a stage whose neighbours have logged enough must
+repeat steps alone.
+
+Threads may be slow, and a schedule is to have the same course all the same. How far a rank still
+comes that has yet to hear of a loss depends on its thread, so no further loss strikes it there.
+What else depends on threads is how many steps a rank of a replay has repeated when another one
+dies, and the model expects nothing that follows from it.
 
 In some schedules a step that is executed again, in place of one that was cut off or given up, gets
 other data, as from a loader that draws anew. Then each rank must have the bytes of a run in which

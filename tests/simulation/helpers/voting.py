@@ -224,10 +224,12 @@ class Cluster:
             self._kill(rank)
         self.survived += 1
 
-    def at(self, point: str, rank: int, step: int) -> None:
-        """Die here, if that is a crash."""
+    def at(self, point: str, world: ReplicasWorld, step: int) -> None:
+        """Die here, if that is a crash. What a rank passes before it has heard of the first one is
+        none of the points of the second one: how many these are is a matter of threads."""
+        rank = world.rank
         with self.changed:
-            self._pass_point(self.epoch, rank)
+            self._pass_point(world.met, rank)
             if not self._dies(point, rank, step):
                 return
             if self.script == "steps without the vote":
@@ -322,7 +324,9 @@ class ReplicasWorld:
 
     def __init__(self, cluster: Cluster, rank: int) -> None:
         self._cluster, self.rank = cluster, rank
-        self.epoch, self._met, self._rounds, self._left = 0, 0, 0, True
+        self.epoch, self._rounds, self._left = 0, 0, True
+        self.met = 0
+        """Newest epoch that its process has heard of."""
         self.sessions = 0
         """Sessions in this epoch."""
         self.handles: list[SaveHandle] = []
@@ -374,15 +378,15 @@ class ReplicasWorld:
         with self._cluster.changed:
             self._cluster.changed.wait_for(lambda: self._cluster.epoch > self.epoch, WAIT_S)
         while True:
-            if self._met != self._cluster.epoch:
-                self._met, self._rounds = self._cluster.epoch, 0
+            if self.met != self._cluster.epoch:
+                self.met, self._rounds = self._cluster.epoch, 0
             self._rounds += 1
             what = ("stand", self._rounds)
             with suppress(UnreachableError):
-                verdict = standing(self._cluster.meet(self._met, what, self.rank, own))
+                verdict = standing(self._cluster.meet(self.met, what, self.rank, own))
                 break
         self._cluster.verdicts.append(verdict.action)
-        if verdict.action is StandingAction.LINE and self._met > 1 and not self._cluster.sharded:
+        if verdict.action is StandingAction.LINE and self.met > 1 and not self._cluster.sharded:
             raise Killed  # the model has no line
         return verdict
 
@@ -390,8 +394,8 @@ class ReplicasWorld:
         return self._cluster.meet(self.epoch, ("patiently", 0), self.rank, text)
 
     def form(self) -> None:
-        self._cluster.meet(self._met, ("form", 0), self.rank, None)
-        self.epoch, self._left, self.sessions = self._met, False, 0
+        self._cluster.meet(self.met, ("form", 0), self.rank, None)
+        self.epoch, self._left, self.sessions = self.met, False, 0
 
     def exchange(self, timeout_s: float) -> ReplicasExchange:
         del timeout_s
@@ -504,7 +508,7 @@ def run_step(
     if script == "skips an optimizer on one rank" and number == FAULTY_STEP - 2:
         update_or_skip(cluster, world, model, optimizer, number)
         return
-    cluster.at("before-vote", rank, number)
+    cluster.at("before-vote", world, number)
     if script == "changes a parameter before the vote":
         with torch.no_grad():
             model.weight.add_(0.0)
@@ -584,7 +588,7 @@ def run_steps(
     rank, now = world.rank, [0]
 
     def after_vote(*_: Any) -> None:
-        cluster.at("in-optimizer", rank, now[0])
+        cluster.at("in-optimizer", world, now[0])
         if cluster.script == "changes a parameter after the vote":
             with torch.no_grad():
                 model.weight.add_(CHANGE)
@@ -595,12 +599,12 @@ def run_steps(
             now[0] = int(step)
             if cluster.sharded:
                 settle(cluster, world, int(step))
-            cluster.at("before-reduce", rank, step)
+            cluster.at("before-reduce", world, step)
             run_step(cluster, world, session, model, optimizer, scaler, step)
             if (world.epoch, step) == (1, FAULTY_STEP):
                 cluster.ahead.add(rank)
             cluster.states.setdefault(int(step), {})[rank] = state_of(model)
-            cluster.at("after-optimizer", rank, step)
+            cluster.at("after-optimizer", world, step)
         if world.ended:
             continue
         if cluster.script == "changes its shard between steps":
