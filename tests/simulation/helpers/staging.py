@@ -70,7 +70,7 @@ STEPS_MAX = 36
 """Most steps of a schedule."""
 ROOM = 1 << 20
 """Bytes for logs that never make room."""
-WAIT_S = 20.0
+WAIT_S = 100.0
 FRUITLESS_MAX = 3
 """Replays of a step that lead no further, after which all ranks go back."""
 PARTS = Topology(dp=1, tp=2, pp=2)

@@ -45,7 +45,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 RANKS, STEPS, FAULTY_STEP = 3, 5, 3
-WAIT_S = 30.0
+WAIT_S = 100.0
 LEARNING_RATE, MOMENTUM = 0.25, 0.5
 WRONG = 2.0**20
 """What a gradient is while the device has not reduced it."""
