@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import wait_for
 
 import holdfast
 from holdfast._activity import ACTIVITY, activity_file, activity_in
@@ -173,11 +174,12 @@ def test_the_optimizer_waits_for_the_copy_but_not_for_the_daemon(
     session.prepare()
     gate = daemon.hold("grant")
     ACTIVITY.keep()
-    handle = session.save(1)
+    handle, waits = session.save(1), "waits for a slot of the daemon"
+    wait_for("the worker to ask for a slot", lambda: noted_here().saving == waits)
     trainer.train()
     assert "grant a slot" in str(error_of(handle))
     noted = noted_here()
-    assert (noted.step, noted.training, noted.saving) == (1, "", "waits for a slot of the daemon")
+    assert (noted.step, noted.training, noted.saving) == (1, "", waits)
     assert "in progress" in str(error_of(session.save(2)))
     gate.set()
     session.prepare()  # returns once the worker is free
