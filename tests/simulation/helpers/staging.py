@@ -398,6 +398,8 @@ class Cluster:
         self.processes: dict[int, Process] = {}
         self.threads: list[threading.Thread] = []
         self.failures: list[BaseException] = []
+        self.passed = 0
+        """Points that ranks have passed; no time is too long for a run in which these grow."""
         self.states: dict[tuple[int, int], int] = {}
         """(Rank, step) → digest of the state after it."""
         self.completed: list[Completed] = []
@@ -470,6 +472,7 @@ class Cluster:
         assert world is not None
         with self.changed:
             self._live_or_die(process)
+            self.passed += 1
             loss = self._next_at(point, step)
             if loss and process.rank in loss.late and session and session._replaying is None:
                 self.changed.wait_for(lambda: self.epoch > world.met, WAIT_S)
@@ -1378,7 +1381,10 @@ def play(schedule: Schedule) -> Cluster:
         for rank in ranks:
             cluster.start(rank)
         for thread in iter(cluster.threads):
-            thread.join(2 * WAIT_S)
+            passed = -1
+            while thread.is_alive() and passed != cluster.passed:
+                passed = cluster.passed
+                thread.join(2 * WAIT_S)
             assert not thread.is_alive(), "a rank does not end"
     if cluster.failures:
         raise cluster.failures[0]
