@@ -154,6 +154,7 @@ def test_a_check_that_never_ends_has_failed(plant: Plant, monkeypatch: pytest.Mo
     assert "did not end within" in result.text
 
 
+@pytest.mark.timeout(300)
 def test_what_else_is_written_is_passed_over(plant: Plant) -> None:
     """And does not hold up the checks, though nobody reads before their end."""
     plant(
@@ -161,7 +162,7 @@ def test_what_else_is_written_is_passed_over(plant: Plant) -> None:
         "import sys\nsys.stdout.buffer.write(b'\\xff welcome\\n')\n"
     )
     checks = NodeChecks(None)
-    wait_for("the end of the checks", checks.is_over, 100.0)
+    wait_for("the end of the checks", checks.is_over, 250.0)
     results = checks.results()
     assert list(outcomes(results)) == list(checks_of(None))
 
@@ -277,7 +278,7 @@ def test_a_round_ends_at_once_when_work_begins(plant: Plant, tmp_path: Path) -> 
     assert process.poll() is None
     checks._pause_s = 1000.0
     checks.stop()
-    assert process.wait(10.0) == -signal.SIGKILL
+    assert process.wait(60.0) == -signal.SIGKILL
     # A world that cannot be entered, such as one without a store, is waited for again.
     assert checks.look() > 100.0 and checks._round is None
 
