@@ -11,8 +11,8 @@ repeat steps alone.
 
 Threads may be slow, and a schedule is to have the same course all the same. How far a rank still
 comes that has yet to hear of a loss depends on its thread, so no further loss strikes it there.
-What else depends on threads is how many steps a rank of a replay has repeated when another one
-dies, and the model expects nothing that follows from it.
+What else depends on threads is how far the others have come when a rank dies, within their step or
+in a replay, and the model expects nothing that follows from it.
 
 In some schedules a step that is executed again, in place of one that was cut off or given up, gets
 other data, as from a loader that draws anew. Then each rank must have the bytes of a run in which

@@ -424,7 +424,7 @@ def make_session(
         job="j",
         private=["weight", "weight:momentum_buffer"] if cluster.sharded else [],
         units=unit_of if cluster.sharded else None,
-        settings=holdfast.Settings(check_replicas=False),
+        settings=holdfast.Settings(check_replicas=False, start_wait_s=WAIT_S),
     )
     assert isinstance(made, ProtectedSession)
     world.sessions += 1
