@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -147,6 +148,23 @@ class Anchor:
     """The range of a tensor of the model for which `parameter`, a flat tensor, stands."""
 
 
+class _Tree:
+    """The children in the dictionaries of modules, with their names, as they are at construction."""
+
+    def __init__(self, groups: Sequence[Mapping[str, nn.Module | None]]) -> None:
+        self._groups = groups
+        self._names, self._children = self._listed()
+
+    def is_unchanged(self) -> bool:
+        """Whether they are the same modules under the same names."""
+        names, children = self._listed()
+        return names == self._names and all(map(is_, children, self._children))
+
+    def _listed(self) -> tuple[list[str], list[nn.Module | None]]:
+        names = [*chain.from_iterable(self._groups)]
+        return names, [*chain.from_iterable(group.values() for group in self._groups)]
+
+
 class LiveState:
     """The state of a model and its optimizers, divided into units.
 
@@ -196,6 +214,9 @@ class LiveState:
         """Paths in the model in which the names of wrappers are kept."""
         self._empty: list[Mapping[str, object]] = []
         """Dictionaries of modules that were empty at the last `discover`."""
+        self._modules: dict[str, nn.Module] = {}
+        """Path → module, as of the last `discover`."""
+        self._tree = _Tree([])
         self._inventory: TensorInventory | None = None
         self._reforms = False
         """Whether this program turns tensors into other views of their memory."""
@@ -342,10 +363,20 @@ class LiveState:
         else:
             yield item
 
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Return the modules by their paths in the model. A walk through a large model takes
+        milliseconds, so they are looked for again only if a module has appeared, vanished or been
+        renamed since the last `discover`."""
+        if self._inventory is None or any(self._empty) or not self._tree.is_unchanged():
+            return dict(self.model.named_modules())
+        return self._modules
+
     def _remember(self) -> None:
-        modules = list(self.model.modules())
+        self._modules = dict(self.model.named_modules())
+        modules = self._modules.values()
         self._parameter_groups = [g for m in modules for g in (m._parameters, m._buffers) if g]
         self._module_groups = [m._modules for m in modules if m._modules]
+        self._tree = _Tree(self._module_groups)
         self._empty = [g for m in modules for g in (m._parameters, m._buffers, m._modules) if not g]
         self.of_tensors = frozenset(
             index

@@ -373,10 +373,12 @@ def _load_values(live: LiveState, index: int, at: int, saved: Mapping[str, Any])
 
 
 def _module_states(live: LiveState) -> dict[str, Any]:
-    found = {}
-    for path, module in live.model.named_modules():
+    found: dict[str, Any] = {}
+    modules, default = live.modules(), torch.nn.Module.get_extra_state
+    kinds = {kind for kind in {*map(type, modules.values())} if kind.get_extra_state is not default}
+    for path, module in modules.items() if kinds else ():
         kind = type(module)
-        if kind.get_extra_state is torch.nn.Module.get_extra_state:
+        if kind not in kinds:
             continue
         if kind.set_extra_state is torch.nn.Module.set_extra_state:
             raise InvalidJobError(
