@@ -149,7 +149,7 @@ class Anchor:
 
 
 class _Tree:
-    """The children in the dictionaries of modules, with their names, as they are at construction."""
+    """The modules in the dictionaries of other modules, with their names, at construction."""
 
     def __init__(self, groups: Sequence[Mapping[str, nn.Module | None]]) -> None:
         self._groups = groups
