@@ -149,10 +149,10 @@ class Anchor:
 
 
 class _Tree:
-    """The modules in the dictionaries of other modules, with their names, at construction."""
+    """The children of modules, with their names, at construction."""
 
-    def __init__(self, groups: Sequence[Mapping[str, nn.Module | None]]) -> None:
-        self._groups = groups
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
         self._names, self._children = self._listed()
 
     def is_unchanged(self) -> bool:
@@ -161,8 +161,9 @@ class _Tree:
         return names == self._names and all(map(is_, children, self._children))
 
     def _listed(self) -> tuple[list[str], list[nn.Module | None]]:
-        names = [*chain.from_iterable(self._groups)]
-        return names, [*chain.from_iterable(group.values() for group in self._groups)]
+        groups = [module._modules for module in self._modules]
+        names = [*chain.from_iterable(groups)]
+        return names, [*chain.from_iterable(group.values() for group in groups)]
 
 
 class LiveState:
@@ -367,16 +368,16 @@ class LiveState:
         """Return the modules by their paths in the model. A walk through a large model takes
         milliseconds, so they are looked for again only if a module has appeared, vanished or been
         renamed since the last `discover`."""
-        if self._inventory is None or any(self._empty) or not self._tree.is_unchanged():
+        if self._inventory is None or not self._tree.is_unchanged():
             return dict(self.model.named_modules())
         return self._modules
 
     def _remember(self) -> None:
         self._modules = dict(self.model.named_modules())
-        modules = self._modules.values()
+        modules = [*self._modules.values()]
         self._parameter_groups = [g for m in modules for g in (m._parameters, m._buffers) if g]
         self._module_groups = [m._modules for m in modules if m._modules]
-        self._tree = _Tree(self._module_groups)
+        self._tree = _Tree(modules)
         self._empty = [g for m in modules for g in (m._parameters, m._buffers, m._modules) if not g]
         self.of_tensors = frozenset(
             index

@@ -220,6 +220,7 @@ def test_modules_are_listed_again_when_one_appears_vanishes_or_is_renamed(traine
     change(lambda: setattr(model, "more", nn.Identity()))
     change(lambda: model._modules.update(renamed=model._modules.pop("more")))
     change(lambda: delattr(model, "renamed"))
+    change(lambda: model.__dict__.update(_modules={**model._modules, "more": nn.Identity()}))
 
 
 class Counting(nn.Module):
