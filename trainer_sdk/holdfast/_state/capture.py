@@ -151,8 +151,8 @@ class Anchor:
 class _Tree:
     """The children of modules, with their names, at construction."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.modules = modules
         self._names, self._children = self._listed()
 
     def is_unchanged(self) -> bool:
@@ -161,7 +161,7 @@ class _Tree:
         return names == self._names and all(map(is_, children, self._children))
 
     def _listed(self) -> tuple[list[str], list[nn.Module | None]]:
-        groups = [module._modules for module in self._modules]
+        groups = [module._modules for module in self.modules.values()]
         names = [*chain.from_iterable(groups)]
         return names, [*chain.from_iterable(group.values() for group in groups)]
 
@@ -189,6 +189,9 @@ class LiveState:
     """Numbers of the optimizers whose states hold nothing but plain tensors, as of the last
     `discover`, and as long as nothing has moved since."""
 
+    _tree: _Tree | None = None
+    """The modules as of the last `discover`."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -215,9 +218,6 @@ class LiveState:
         """Paths in the model in which the names of wrappers are kept."""
         self._empty: list[Mapping[str, object]] = []
         """Dictionaries of modules that were empty at the last `discover`."""
-        self._modules: dict[str, nn.Module] = {}
-        """Path → module, as of the last `discover`."""
-        self._tree = _Tree([])
         self._inventory: TensorInventory | None = None
         self._reforms = False
         """Whether this program turns tensors into other views of their memory."""
@@ -368,16 +368,15 @@ class LiveState:
         """Return the modules by their paths in the model. A walk through a large model takes
         milliseconds, so they are looked for again only if a module has appeared, vanished or been
         renamed since the last `discover`."""
-        if self._inventory is None or not self._tree.is_unchanged():
+        if self._tree is None or not self._tree.is_unchanged():
             return dict(self.model.named_modules())
-        return self._modules
+        return self._tree.modules
 
     def _remember(self) -> None:
-        self._modules = dict(self.model.named_modules())
-        modules = [*self._modules.values()]
+        self._tree = _Tree(dict(self.model.named_modules()))
+        modules = self._tree.modules.values()
         self._parameter_groups = [g for m in modules for g in (m._parameters, m._buffers) if g]
         self._module_groups = [m._modules for m in modules if m._modules]
-        self._tree = _Tree(modules)
         self._empty = [g for m in modules for g in (m._parameters, m._buffers, m._modules) if not g]
         self.of_tensors = frozenset(
             index
