@@ -55,12 +55,17 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(key="persist_overhead_busy", figure="… with a rank on every core", at_most=None),
     Target(key="persist_overhead_bare", figure="… … floor: plain writes", at_most=None),
-    Target(key="many_save_ms", figure="save() call, 20,000 small tensors", at_most=None),
+    Target(key="many_save_ms", figure="CPU time of save(), 20,000 small tensors", at_most=None),
     Target(key="many_read", figure="… reading addresses and versions alone", at_most=None),
+    Target(key="many_cached", figure="… … if they are in the processor's cache", at_most=None),
     Target(key="many_moved", figure="… looking for tensors that moved", at_most=None),
     Target(key="many_noted", figure="… noting the rest of what may not change", at_most=None),
+    Target(key="many_extras", figure="… what is no tensor", at_most=None),
     Target(key="many_forms", figure="… how they are read, beside training", at_most=None),
     Target(key="many_checked", figure="… … compared, beside training", at_most=None),
+    Target(
+        key="many_modules_ms", figure="CPU time of save(), as many in a deep model", at_most=None
+    ),
     Target(key="stay_rank_step", figure="rank crash to the next step", at_most=1.0),
     Target(
         key="stay_node_after_noticed", figure="node loss, detection to the next step", at_most=2.0

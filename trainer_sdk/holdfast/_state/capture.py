@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -147,6 +148,24 @@ class Anchor:
     """The range of a tensor of the model for which `parameter`, a flat tensor, stands."""
 
 
+class _Tree:
+    """The children of modules, with their names, at construction."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.modules = modules
+        self._names, self._children = self._listed()
+
+    def is_unchanged(self) -> bool:
+        """Whether they are the same modules under the same names."""
+        names, children = self._listed()
+        return names == self._names and all(map(is_, children, self._children))
+
+    def _listed(self) -> tuple[list[str], list[nn.Module | None]]:
+        groups = [module._modules for module in self.modules.values()]
+        names = [*chain.from_iterable(groups)]
+        return names, [*chain.from_iterable(group.values() for group in groups)]
+
+
 class LiveState:
     """The state of a model and its optimizers, divided into units.
 
@@ -169,6 +188,9 @@ class LiveState:
     of_tensors: frozenset[int] = frozenset()
     """Numbers of the optimizers whose states hold nothing but plain tensors, as of the last
     `discover`, and as long as nothing has moved since."""
+
+    _tree: _Tree | None = None
+    """The modules as of the last `discover`."""
 
     def __init__(
         self,
@@ -342,8 +364,17 @@ class LiveState:
         else:
             yield item
 
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Return the modules by their paths in the model. A walk through a large model takes
+        milliseconds, so they are looked for again only if a module has appeared, vanished or been
+        renamed since the last `discover`."""
+        if self._tree is None or not self._tree.is_unchanged():
+            return dict(self.model.named_modules())
+        return self._tree.modules
+
     def _remember(self) -> None:
-        modules = list(self.model.modules())
+        self._tree = _Tree(dict(self.model.named_modules()))
+        modules = self._tree.modules.values()
         self._parameter_groups = [g for m in modules for g in (m._parameters, m._buffers) if g]
         self._module_groups = [m._modules for m in modules if m._modules]
         self._empty = [g for m in modules for g in (m._parameters, m._buffers, m._modules) if not g]

@@ -373,10 +373,14 @@ def _load_values(live: LiveState, index: int, at: int, saved: Mapping[str, Any])
 
 
 def _module_states(live: LiveState) -> dict[str, Any]:
-    found = {}
-    for path, module in live.model.named_modules():
+    found: dict[str, Any] = {}
+    modules = live.modules()
+    kinds: set[type[torch.nn.Module]] = {*map(type, modules.values())}
+    default = torch.nn.Module.get_extra_state
+    with_state = {kind for kind in kinds if kind.get_extra_state is not default}
+    for path, module in modules.items() if with_state else ():
         kind = type(module)
-        if kind.get_extra_state is torch.nn.Module.get_extra_state:
+        if kind not in with_state:
             continue
         if kind.set_extra_state is torch.nn.Module.set_extra_state:
             raise InvalidJobError(

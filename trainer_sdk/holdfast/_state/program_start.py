@@ -175,7 +175,9 @@ class ProgramStart:
         newest = self._stepped
         if newest is not None and newest[1] is self._modules and newest[0] != mode:
             mode, _, modes = newest
-        others = [path for path, one in zip(self._paths, modes, strict=True) if one != mode]
+        others: list[str] = []
+        if modes.count(mode) != len(modes):
+            others = [path for path, one in zip(self._paths, modes, strict=True) if one != mode]
         return {"trains": changed, "mode": mode, "other_mode": others}
 
     def put_back_trains(self, saved: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 from holdfast import moe
 from holdfast._state.capture import LiveState, TensorSource
+from holdfast._state.collect import states_of
 from holdfast._state.in_place import InPlaceCheck, Watched
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.layouts import TensorRole
@@ -198,6 +200,51 @@ def test_changes_of_tensors_are_noticed(trainer: Any) -> None:
     becomes_known()
     trainer.optimizer.state[weight]["exp_avg"] = torch.zeros(weight.shape)
     assert live.has_changed()
+
+
+def test_modules_are_listed_again_when_one_appears_vanishes_or_is_renamed(trainer: Any) -> None:
+    model = trainer.model
+    live = LiveState(model, [], Topology(dp=1), 0)
+    assert live.modules() == dict(model.named_modules())
+
+    def change(action: Callable[[], None]) -> None:
+        live.discover()
+        listed = live.modules()
+        assert listed is live.modules()
+        action()
+        assert live.modules() == dict(model.named_modules())
+        assert [*live.modules()] != [*listed] or [*live.modules().values()] != [*listed.values()]
+
+    change(lambda: model.add_module("more", nn.Identity()))
+    change(lambda: model.more.add_module("within", nn.Identity()))
+    change(lambda: setattr(model, "more", nn.Identity()))
+    change(lambda: model._modules.update(renamed=model._modules.pop("more")))
+    change(lambda: delattr(model, "renamed"))
+    change(lambda: model.__dict__.update(_modules={**model._modules, "more": nn.Identity()}))
+
+
+class Counting(nn.Module):
+    """A module with a state that is no tensor."""
+
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None: ...
+
+
+def test_a_module_is_asked_for_its_extra_state_from_the_first_save_after_it_has_appeared(
+    trainer: Any,
+) -> None:
+    live = LiveState(trainer.model, [trainer.optimizer], Topology(dp=1), 0)
+    assert not states_of(live, {}).modules
+    live.discover()
+    assert not states_of(live, {}).modules
+    trainer.model.counting = nn.Sequential(nn.Identity(), Counting())
+    assert states_of(live, {}).modules == {"counting.1": 3}
+    live.discover()
+    assert states_of(live, {}).modules == {"counting.1": 3}
+    trainer.model.counting[0].__class__ = Counting
+    assert states_of(live, {}).modules == {"counting.0": 3, "counting.1": 3}
 
 
 def test_a_model_without_parameters_is_refused() -> None:
