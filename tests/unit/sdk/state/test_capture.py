@@ -217,6 +217,9 @@ def test_modules_are_listed_again_when_one_appears_vanishes_or_is_renamed(traine
 
     change(lambda: model.add_module("more", nn.Identity()))
     change(lambda: model.more.add_module("within", nn.Identity()))
+    change(lambda: model.add_module("next", nn.Identity()))
+    change(lambda: model.next.add_module("within", model.more._modules.pop("within")))
+    change(lambda: delattr(model, "next"))
     change(lambda: setattr(model, "more", nn.Identity()))
     change(lambda: model._modules.update(renamed=model._modules.pop("more")))
     change(lambda: delattr(model, "renamed"))
