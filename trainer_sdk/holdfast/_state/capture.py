@@ -160,7 +160,7 @@ class _Tree:
         names, children = self._listed()
         return names == self._names and all(map(is_, children, self._children))
 
-    def _listed(self) -> tuple[list[str | int], list[nn.Module | None]]:
+    def _listed(self) -> tuple[list[object], list[nn.Module | None]]:
         """The names, behind the number of children of each module, and the children."""
         groups = [module._modules for module in self.modules.values()]
         names = [*map(len, groups), *chain.from_iterable(groups)]
