@@ -12,7 +12,7 @@ the last snapshot.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -257,14 +257,6 @@ def _rebuilds(
             cpu_s.append(taken_s)
     world.close()
     moved = sum(flow.nbytes for flow in rebuild_flows(LOST, [len(p) for p in payloads]))
-    rebuild_floors = [
-        floor + sum(each[part] for part in REBUILD)
-        for floor, each in zip(floors, alone, strict=True)
-    ]
-    whole_floors = [
-        floor + sum(each[part] for part in BEFORE)
-        for floor, each in zip(rebuild_floors, alone, strict=True)
-    ]
     rebuilt_gib = len(payloads[0]) / 2**30
     return {
         "rebuild": ratio(
@@ -274,20 +266,32 @@ def _rebuilds(
             note=f"{moved} bytes, from the first request until verified and sealed, as the daemon "
             f"measures it",
         ),
-        "rebuild_floor": ratio(rebuild_floors, floors, UNIT),
         "rebuild_from_membership": ratio(
             whole,
             floors,
             UNIT,
             note="including verification of survivors and allocation of the arena",
         ),
-        "membership_floor": ratio(whole_floors, floors, UNIT),
         "rebuild_cpu": milliseconds(
             [taken_s / rebuilt_gib for taken_s in cpu_s],
             f"of all daemons, from the new membership on, {rebuilt_gib:.2f} GiB at a time",
         ),
+        **_floors(floors, alone),
+    }
+
+
+def _floors(moved_s: Sequence[float], alone: Sequence[Mapping[str, float]]) -> dict[str, Figure]:
+    """The parts of a rebuild by themselves, and their sums with the bare path's seconds."""
+
+    def sums(parts: Sequence[str]) -> list[float]:
+        pairs = zip(moved_s, alone, strict=True)
+        return [moved + sum(each[part] for part in parts) for moved, each in pairs]
+
+    return {
+        "rebuild_floor": ratio(sums(REBUILD), moved_s, UNIT),
+        "membership_floor": ratio(sums((*REBUILD, *BEFORE)), moved_s, UNIT),
         **{
-            f"rebuild_{part}": ratio([each[part] for each in alone], floors, UNIT)
+            f"rebuild_{part}": ratio([each[part] for each in alone], moved_s, UNIT)
             for part in (*REBUILD, *BEFORE)
         },
     }
