@@ -138,6 +138,8 @@ def combine(works: Sequence[Work], effort: Effort) -> None:
             buffers = _Buffers(works, stride_bytes)
             base = 0
             for work, span in zip(works, spans, strict=True):
+                if failed.is_set():
+                    return
                 low, high = max(start - base, 0), min(end - base, work.nbytes)
                 if low < high:
                     _Segment(work, buffers, failed).run(low, high)
@@ -263,6 +265,9 @@ class _Segment:
         destination[whole:] = self._sum[: len(destination) - whole]
 
     def _stride_again(self, at: int, stop: int) -> None:
+        for item in self._work.inputs:
+            if item.manifest is not None:
+                item.manifest()  # also where its source is said to have no bytes of this stride
         with ExitStack() as open_streams:
             streams = [self._open(item, at, stop) for item in self._work.inputs]
             for stream in streams:

@@ -235,6 +235,32 @@ def test_a_byte_that_flips_on_the_wire_is_healed(effort: Effort) -> None:
         assert target == members.payloads[0]
 
 
+@pytest.mark.parametrize("position", [1, 2])
+@pytest.mark.parametrize("reported", [0, 1, PIECE, 12 * PIECE - 1, 11 * PIECE])
+def test_a_source_that_is_reported_too_small_is_named_and_no_block_is_blamed(
+    position: int, reported: int
+) -> None:
+    members = group_of([12 * PIECE] * 4, seed=7)
+    build_all(members)
+    target = bytearray(12 * PIECE)
+    try:
+        rebuild(
+            put_into(memoryview(target)),
+            code=raim5(4),
+            lost=0,
+            blocks=blocks_but(0, 4),
+            manifest=manifest_of(0, members.payloads[0]),
+            payloads={**members.sizes(0), position: reported},
+            manifest_of=members.describe,
+            fetch=members,
+            effort=EFFORTS[0],
+        )
+    except SourceCorruptError as error:
+        assert error.position == position
+    else:  # what is not reported was not needed
+        assert target == members.payloads[0]
+
+
 def test_a_damaged_source_is_named_by_its_rank() -> None:
     members = group_of([640, 640, 640], seed=5)
     for position in (1, 2):
