@@ -1,5 +1,5 @@
 """Rows about traffic between nodes, on four real daemons: `protected` and `protected_cpu`,
-`changed_network`, `rebuild` and `memory_error`.
+`changed_network`, `rebuild` with its parts (`rebuild_parts`), and `memory_error`.
 
 The floors move the same bytes over the bare path, with as many parallel streams as the daemons use:
 each build or rebuild reads from every source with `parity.THREADS` streams. `changed_network` is
@@ -12,8 +12,9 @@ the last snapshot.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from benchmarks.bare import BarePath, Flow
 from benchmarks.cluster import Cluster, Daemon
@@ -28,8 +29,16 @@ from benchmarks.measure import (
     run_part,
 )
 from benchmarks.raw_trainer import RawTrainer, layout_of
+from benchmarks.rebuild_parts import (
+    BEFORE,
+    REBUILD,
+    RebuildParts,
+    ask_for_manifest,
+    use_memory,
+)
 from holdfast_core.protection.budget import predict
 from holdfast_core.protection.codes import BlockId, Code
+from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import PIECE_BYTES, SLOTS_MAX
 from holdfast_daemon.parity.combining import THREADS
 
@@ -51,7 +60,9 @@ class World:
     def __init__(self, cluster: Cluster, epoch: int, nodes: Sequence[str]) -> None:
         self.nodes = list(nodes)
         self.began = time.perf_counter()
-        cluster.control.place(JOB, epoch, nodes)
+        self.newest: Generation | None = None
+        """The newest protected generation of this world."""
+        self.membership = cluster.control.place(JOB, epoch, nodes)
         self._daemons = [cluster.daemons[node] for node in nodes]
         self.trainers = [
             RawTrainer(daemon.socket, JOB, rank, NODES) for rank, daemon in enumerate(self._daemons)
@@ -79,7 +90,9 @@ class World:
         self.each(lambda trainer: trainer.fill(step, payloads[trainer.rank], written))
         begin = time.perf_counter()
         self.each(lambda trainer: trainer.commit())
-        return max(trainer.wait_protected(step) for trainer in self.trainers) - begin
+        ended = max(trainer.wait_protected(step) for trainer in self.trainers)
+        self.newest = Generation(self.membership.epoch, step)
+        return ended - begin
 
     def close(self) -> None:
         for trainer in self.trainers:
@@ -143,7 +156,9 @@ def measure(total_bytes: int) -> Outcome:
             note=f"{predicted[0].total_bytes} bytes predicted for each node",
         )
         with BarePath(NODES, rebuild_flows(LOST, sizes), payload_bytes) as bare:
-            rows |= _rebuilds(cluster, world, payloads, bare)
+            parts = RebuildParts(NODES, payload_bytes, SLOTS_MAX * slots[LOST])
+            needed_bytes = predicted[LOST].total_bytes
+            rows |= _rebuilds(cluster, world, payloads, bare, parts, needed_bytes)
     return Outcome(rows=rows, facts={"payload_bytes": payload_bytes, "nodes": NODES})
 
 
@@ -200,17 +215,35 @@ def _changes(world: World, payloads: Sequence[bytearray]) -> Figure:
 
 
 def _rebuilds(
-    cluster: Cluster, world: World, payloads: Sequence[bytearray], bare: BarePath
+    cluster: Cluster,
+    world: World,
+    payloads: Sequence[bytearray],
+    bare: BarePath,
+    parts: RebuildParts,
+    needed_bytes: int,
 ) -> dict[str, Figure]:
+    """Measure the loss of a node and the rebuild of its rank, and each part of it by itself;
+    `needed_bytes` is the memory that the new node takes."""
     rebuilt: list[float] = []
     whole: list[float] = []
     floors: list[float] = []
+    alone: list[dict[str, float]] = []
+    cpu_s: list[float] = []
     step = WARM_UPS + REPETITIONS + PARTS
     for loss in range(-1, LOSSES):
-        floor = bare()
         spare = cluster.start(f"spare-{loss + 1}")
+        use_memory(needed_bytes)
+        assert world.newest is not None
+        ask = partial(ask_for_manifest, world.membership, range(LOST), LOST, world.newest)
+        alone_s = parts(ask)
+        floor = bare()
         lost = cluster.daemons[world.nodes[LOST]]
-        whole_s, world = _lose_and_rebuild(cluster, world, lost, spare)
+        lost.lose()
+        use_memory(needed_bytes)
+        daemons = [*(cluster.daemons[node] for node in world.nodes[:LOST]), spare]
+        before_s = sum(daemon.cpu_s() for daemon in daemons)
+        whole_s, world = _rebuild(cluster, world, spare)
+        taken_s = sum(daemon.cpu_s() for daemon in daemons) - before_s
         # Without the daemon's own figure, all time since the membership counts.
         rebuild_s = spare.metric("holdfast_rebuild_seconds_sum", JOB) or whole_s
         world.open(len(payloads[0]))
@@ -220,8 +253,11 @@ def _rebuilds(
             floors.append(floor)
             rebuilt.append(rebuild_s)
             whole.append(whole_s)
+            alone.append(alone_s)
+            cpu_s.append(taken_s)
     world.close()
     moved = sum(flow.nbytes for flow in rebuild_flows(LOST, [len(p) for p in payloads]))
+    rebuilt_gib = len(payloads[0]) / 2**30
     return {
         "rebuild": ratio(
             rebuilt,
@@ -236,16 +272,35 @@ def _rebuilds(
             UNIT,
             note="including verification of survivors and allocation of the arena",
         ),
+        "rebuild_cpu": milliseconds(
+            [taken_s / rebuilt_gib for taken_s in cpu_s],
+            f"of all daemons, from the new membership on, {rebuilt_gib:.2f} GiB at a time",
+        ),
+        **_floors(floors, alone),
     }
 
 
-def _lose_and_rebuild(
-    cluster: Cluster, world: World, lost: Daemon, spare: Daemon
-) -> tuple[float, World]:
+def _floors(moved_s: Sequence[float], alone: Sequence[Mapping[str, float]]) -> dict[str, Figure]:
+    """The parts of a rebuild by themselves, and their sums with the bare path's seconds."""
+
+    def sums(parts: Sequence[str]) -> list[float]:
+        pairs = zip(moved_s, alone, strict=True)
+        return [moved + sum(each[part] for part in parts) for moved, each in pairs]
+
+    return {
+        "rebuild_floor": ratio(sums(REBUILD), moved_s, UNIT),
+        "membership_floor": ratio(sums((*REBUILD, *BEFORE)), moved_s, UNIT),
+        **{
+            f"rebuild_{part}": ratio([each[part] for each in alone], moved_s, UNIT)
+            for part in (*REBUILD, *BEFORE)
+        },
+    }
+
+
+def _rebuild(cluster: Cluster, world: World, spare: Daemon) -> tuple[float, World]:
     """(seconds from the membership until the lost rank may read its bytes, the new world)."""
     epoch = world.trainers[0].epoch + 1
     nodes = [*world.nodes[:LOST], spare.node]
-    lost.lose()
     world.close()
     new = World(cluster, epoch, nodes)
     ended: list[float] = []

@@ -42,11 +42,22 @@ TARGETS: tuple[Target, ...] = (
     Target(key="protected_cpu", figure="… CPU time of the daemons, for a GiB", at_most=None),
     Target(key="changed_network", figure="… bytes sent, beside what changed", at_most=5.0),
     Target(key="rebuild", figure="rebuild of a lost member", at_most=1.5),
+    Target(key="rebuild_floor", figure="… floor: the bare path and the next three", at_most=None),
+    Target(key="rebuild_combined", figure="… … bytes combined, by themselves", at_most=None),
+    Target(key="rebuild_verified", figure="… … bytes verified, by themselves", at_most=None),
+    Target(key="rebuild_written", figure="… … bytes written, by themselves", at_most=None),
     Target(
         key="rebuild_from_membership",
         figure="… from the new membership on, allocation included",
         at_most=None,
     ),
+    Target(
+        key="membership_floor", figure="… … floor: that of a rebuild, the next three", at_most=None
+    ),
+    Target(key="rebuild_survivors", figure="… … … survivors verify, by themselves", at_most=None),
+    Target(key="rebuild_asked", figure="… … … a manifest asked for, by itself", at_most=None),
+    Target(key="rebuild_allocated", figure="… … … an arena allocated, by itself", at_most=None),
+    Target(key="rebuild_cpu", figure="… … CPU time of the daemons, for a GiB", at_most=None),
     Target(key="memory_error", figure="memory, beside what was predicted", at_most=2.0),
     Target(key="overhead", figure="longer step, a snapshot in each", at_most=None),
     Target(key="detectors", figure="longer step, all detectors on", at_most=0.3),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future
-from functools import partial
+from functools import cache, partial
 
 from holdfast_core.errors import CorruptError, HoldfastError, StorageError
 from holdfast_core.snapshots.layouts import decode_manifest
@@ -314,13 +314,20 @@ class EffectWorker:
         self._storage.free_slot(effect.rank, manifest.layout_id, effect.slot)
         arena = self._storage.arena(effect.rank, manifest.layout_id)
         piece_map = PieceMap(slot=effect.slot, places=effect.places)
-        described = self._group.describe(effect.sources, manifest.generation, scope)
+        sources = {source.position: source for source in effect.sources}
+
+        @cache
+        def manifest_of(position: int) -> Manifest:
+            described = self._group.describe([sources[position]], manifest.generation, scope)
+            return decode_manifest(described[position][0])
+
         rebuild(
             partial(arena.write, piece_map),
             code=effect.code,
             lost=effect.own_position,
             manifest=manifest,
-            sources={position: decode_manifest(m) for position, (m, _) in described.items()},
+            payloads={position: each.payload_bytes for position, each in sources.items()},
+            manifest_of=manifest_of,
             blocks=effect.blocks,
             fetch=self._group.fetch_from(
                 effect.sources,

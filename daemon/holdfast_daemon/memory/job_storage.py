@@ -235,7 +235,8 @@ class JobStorage:
             self.free_parity(lane, slot)
             with storage_errors(f"taking memory for parity {slot} of lane {lane} of {self.job}"):
                 self._trim(lane, slot)
-                self._blocks.fill(lane, slot)
+                with self._allocating:  # no other thread gives the file another size meanwhile
+                    self._blocks.fill(lane, slot)
             yield self.block_view(lane, slot)
         finally:
             with self._lock:

@@ -2,11 +2,12 @@
 
 A block's `.entry` describes the content and is written last, so a parity block exists exactly when
 it is whole. While one block holds the newest protected generation, the next is built in the other.
-A block that holds nothing gives its memory back: its file keeps the size, for which room stays
-reserved, and is a hole until the next build fills it. A block that is larger than the job's arenas
-need now, for example in a smaller world, gets their size with its next build. The file is replaced
-and never cut, because another thread may still read a mapping of it. This module reserves no budget
-and takes no lock: `memory.job_storage` does."""
+An arena takes the memory of its blocks, and the first build touches it. A block that holds nothing
+gives its memory back: its file keeps the size, for which room stays reserved, and is a hole until
+the next build fills it. A block that is larger than the job's arenas need now, for example in a
+smaller world, gets their size with its next build. The file is replaced and never cut, because
+another thread may still read a mapping of it. This module reserves no budget and takes no lock:
+`memory.job_storage` does."""
 
 from __future__ import annotations
 
@@ -130,11 +131,15 @@ class ParityBlocks:
         self._building.add((lane, slot))
 
     def fill(self, lane: int, slot: int) -> None:
-        """Give a block its memory if it has none. Raises OSError."""
+        """Give a block its memory if it has none, and enter it into the page table. Raises
+        OSError."""
         key = (lane, slot)
-        if key in self._sizes and key not in self._held:
+        if key not in self._sizes:
+            return
+        if key not in self._held:
             self._files.allocate(self.path(lane, slot), 0, self._sizes[key])
             self._held.add(key)
+        if key not in self._views:
             touch(self._map(lane, slot))
 
     def end(self, lane: int, slot: int) -> None:
@@ -247,7 +252,6 @@ class ParityBlocks:
         self._views.pop(key, None)
         if not is_hole:
             self._held.add(key)
-            touch(self._map(lane, slot))
 
     def _shrink(self, lane: int, sizes: dict[tuple[int, int], int]) -> None:
         for slot in range(PARITY_SLOTS):

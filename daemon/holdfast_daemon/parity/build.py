@@ -7,11 +7,13 @@ them. This module uses no network and no files."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from functools import partial
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.codes import BlockId, ChunkRecovery, Code
 from holdfast_core.snapshots.layouts import first_bad_piece, piece_digests, round_up
 from holdfast_core.snapshots.manifests import Manifest
+from holdfast_daemon.engine.effects import SourceCorruptError
 from holdfast_daemon.memory.job_bytes import ReadInto
 from holdfast_daemon.parity.combining import (
     STRIDE_BYTES,
@@ -32,7 +34,8 @@ def rebuild(
     code: Code,
     lost: int,
     manifest: Manifest,
-    sources: Mapping[int, Manifest],
+    payloads: Mapping[int, int],
+    manifest_of: Callable[[int], Manifest],
     blocks: Set[BlockId],
     fetch: Fetch,
     check: Callable[[], None] = lambda: None,
@@ -45,7 +48,9 @@ def rebuild(
         manifest: Manifest of the lost snapshot; every piece is verified against it before this
             returns.
         code: Code of the group.
-        sources: Manifests, by position, of the members that hold their snapshots.
+        payloads: Bytes of payload, by position, of the members that hold their snapshots.
+        manifest_of: Function that gets the manifest of such a member's snapshot. Called only when
+            a result is wrong, from several threads at once; raises HoldfastError.
         blocks: Parity blocks of the group that still exist.
         check: Called before each stride; raises HoldfastError to give up.
 
@@ -54,37 +59,44 @@ def rebuild(
         ParityCorruptError: the result does not match `manifest`: a parity block is damaged.
         CorruptError: more is lost than the code can recover.
         InvalidJobError: the manifests do not belong together.
-        HoldfastError: what `fetch` raised.
+        HoldfastError: what `fetch` or `manifest_of` raised.
     """
-    everything = {**sources, lost: manifest}
-    piece_bytes = common_piece_bytes(everything)
-    payloads = {position: m.payload_bytes for position, m in everything.items()}
-    for step in code.recovery(lost, payloads, blocks, piece_bytes):
-        if step.range.nbytes == 0:
-            continue
+    piece_bytes = manifest.piece_bytes
 
-        def is_right(at: int, done: memoryview, start: int = step.range.start) -> bool:
-            first = (start + at) // piece_bytes
+    def source(position: int) -> Manifest:
+        found = manifest_of(position)
+        common_piece_bytes({lost: manifest, position: found})
+        if found.payload_bytes != payloads[position]:
+            raise SourceCorruptError(
+                f"world rank {found.rank} has {found.payload_bytes} bytes of generation "
+                f"{found.generation}, not {payloads[position]} as its daemon reports",
+                position=position,
+            )
+        return found
+
+    def work_of(step: ChunkRecovery) -> Work:
+
+        def is_right(at: int, done: memoryview) -> bool:
+            first = (step.range.start + at) // piece_bytes
             bad = first_bad_piece(done, manifest.digests, piece_bytes, first_piece=first)
             return bad is None
 
-        def put(at: int, done: memoryview, start: int = step.range.start) -> None:
-            write(start + at, done)
-
-        combine(
-            Work(
-                nbytes=step.range.nbytes,
-                put=put,
-                inputs=_recovery_inputs(step, sources, piece_bytes),
-                piece_bytes=piece_bytes,
-                fetch=fetch,
-                finish=is_right,
-                check=check,
-                effort=effort or Effort(),
-                proves=True,
-                owners=tuple(block.owner for block, _ in step.blocks),
-            )
+        return Work(
+            nbytes=step.range.nbytes,
+            put=lambda at, done: write(step.range.start + at, done),
+            inputs=_recovery_inputs(step, source, piece_bytes),
+            piece_bytes=piece_bytes,
+            fetch=fetch,
+            finish=is_right,
+            check=check,
+            proves=True,
+            owners=tuple(block.owner for block, _ in step.blocks),
         )
+
+    sizes = {**payloads, lost: manifest.payload_bytes}
+    steps = code.recovery(lost, sizes, blocks, piece_bytes)
+    if works := [work_of(step) for step in steps if step.range.nbytes]:
+        combine(works, effort or Effort())
 
 
 def verify(
@@ -176,7 +188,7 @@ def build_from_chunks(
             kind=Kind.SNAPSHOT,
             start=c.range.start,
             nbytes=c.range.nbytes,
-            manifest=sources[c.position],
+            manifest=partial(sources.__getitem__, c.position),
             factor=c.factor,
         )
         for c in code.contributions(which, payloads, piece_bytes)
@@ -189,18 +201,16 @@ def build_from_chunks(
         digests[first : first + len(computed)] = computed
         return True
 
-    combine(
-        Work(
-            nbytes=used_bytes,
-            put=put_into(block),
-            inputs=tuple(sorted(inputs, key=lambda item: (-item.nbytes, item.position))),
-            piece_bytes=piece_bytes,
-            fetch=fetch,
-            finish=note,
-            check=check,
-            effort=effort or Effort(),
-        )
+    work = Work(
+        nbytes=used_bytes,
+        put=put_into(block),
+        inputs=tuple(sorted(inputs, key=lambda item: (-item.nbytes, item.position))),
+        piece_bytes=piece_bytes,
+        fetch=fetch,
+        finish=note,
+        check=check,
     )
+    combine([work], effort or Effort())
     return used_bytes, bytes(digests)
 
 
@@ -226,7 +236,7 @@ def common_piece_bytes(manifests: Mapping[int, Manifest]) -> int:
 
 def _recovery_inputs(
     step: ChunkRecovery,
-    sources: Mapping[int, Manifest],
+    manifest_of: Callable[[int], Manifest],
     piece_bytes: int,
 ) -> tuple[Input, ...]:
     """The inputs that a chunk is recovered from."""
@@ -252,7 +262,7 @@ def _recovery_inputs(
             kind=Kind.SNAPSHOT,
             start=c.range.start,
             nbytes=min(c.range.nbytes, needed),
-            manifest=sources[c.position],
+            manifest=partial(manifest_of, c.position),
             factor=c.factor,
         )
         for c in step.others

@@ -12,10 +12,14 @@ time.
 What is verified depends on the result. New parity has no digests yet, so each input is verified
 against its source's manifest before it is used. A rebuilt payload has digests: when it matches its
 manifest, every input was right. Only when it does not are the inputs fetched again and verified one
-by one, to find the wrong one.
+by one, to find the wrong one; their manifests are asked for only then.
 
 A piece that does not match is fetched once more: a byte that flipped on the wire costs one round
 trip. A piece that does not match twice is the source's fault, and the error names its rank.
+
+Each thread has one contiguous part of all that is to be made, whatever chunks that consists of, so
+that none waits for another before the end, and keeps its buffers: memory that is new to a process
+costs more than what is computed in it.
 
 Memory: twice `threads * stride_bytes`. This module uses no network and no files.
 """
@@ -81,9 +85,9 @@ class Input:
     """First byte in the member's payload or block; on the grid of pieces."""
     nbytes: int
     """Bytes to read: whole pieces unless the member has no more, so that all can be verified."""
-    manifest: Manifest | None
-    """Manifest that the bytes are verified against; None for parity, which is verified by the
-    result."""
+    manifest: Callable[[], Manifest] | None
+    """Function that returns the manifest that the bytes are verified against; None for parity,
+    which is verified by the result. Called from several threads at once; raises HoldfastError."""
     row: int = 0
     """Row of the group's code, for a parity block."""
     factor: int = 1
@@ -109,7 +113,6 @@ class Work:
     they are wrong."""
     check: Callable[[], None]
     """Function that raises HoldfastError when the work is no longer wanted."""
-    effort: Effort
     proves: bool = False
     """Whether `finish` verifies the result, so that inputs need not be verified first."""
     owners: tuple[int, ...] = ()
@@ -123,35 +126,54 @@ class Work:
         return covered == self.nbytes and all(item.factor == 1 for item in self.inputs)
 
 
-def combine(work: Work) -> None:
-    """Do the work, one segment of the destination per thread; all stop when one fails."""
-    stride_bytes = round_up(max(work.effort.stride_bytes, 1), work.piece_bytes)
+def combine(works: Sequence[Work], effort: Effort) -> None:
+    """Do the works, of one grid of pieces, divided evenly among threads; all stop when one
+    fails."""
+    stride_bytes = round_up(max(effort.stride_bytes, 1), works[0].piece_bytes)
+    spans = [round_up(work.nbytes, stride_bytes) for work in works]
     failed = threading.Event()
 
     def run(start: int, end: int) -> None:
         try:
-            _Segment(work, stride_bytes, failed).run(start, end)
+            buffers = _Buffers(works, stride_bytes)
+            base = 0
+            for work, span in zip(works, spans, strict=True):
+                if failed.is_set():
+                    return
+                low, high = max(start - base, 0), min(end - base, work.nbytes)
+                if low < high:
+                    _Segment(work, buffers, failed).run(low, high)
+                base += span
         except BaseException:
             failed.set()
             raise
 
-    over_segments(work.nbytes, stride_bytes, work.effort.threads, run)
+    over_segments(sum(spans), stride_bytes, effort.threads, run)
+
+
+class _Buffers:
+    """Memory of one thread, for one segment after another."""
+
+    def __init__(self, works: Sequence[Work], stride_bytes: int) -> None:
+        alone = all(work.in_place and len(work.inputs) == 1 for work in works)
+        piece_bytes = 0 if all(work.in_place for work in works) else works[0].piece_bytes
+        self.stride_bytes = stride_bytes
+        self.scratch = memoryview(bytearray(0 if alone else stride_bytes))
+        self.sum = memoryview(bytearray(piece_bytes))
+        """Buffer for the last piece, where the destination ends in the middle of it."""
+        self.made = memoryview(bytearray(stride_bytes))
+        """Buffer in which a stride is made."""
 
 
 class _Segment:
-    """Work of one thread: a contiguous part of the destination, stride by stride."""
+    """A contiguous part of one destination, made by one thread, stride by stride."""
 
-    def __init__(self, work: Work, stride_bytes: int, failed: threading.Event) -> None:
+    def __init__(self, work: Work, buffers: _Buffers, failed: threading.Event) -> None:
         self._work = work
-        self._stride_bytes = stride_bytes
+        self._stride_bytes = buffers.stride_bytes
         self._failed = failed
         self._in_place = work.in_place
-        alone = self._in_place and len(work.inputs) == 1
-        self._scratch = memoryview(bytearray(0 if alone else stride_bytes))
-        self._sum = memoryview(bytearray(0 if self._in_place else work.piece_bytes))
-        """Buffer for the last piece, where the destination ends in the middle of it."""
-        self._made = memoryview(bytearray(stride_bytes))
-        """Buffer in which a stride is made."""
+        self._scratch, self._sum, self._made = buffers.scratch, buffers.sum, buffers.made
 
     def run(self, start: int, end: int) -> None:
         work = self._work
@@ -243,6 +265,9 @@ class _Segment:
         destination[whole:] = self._sum[: len(destination) - whole]
 
     def _stride_again(self, at: int, stop: int) -> None:
+        for item in self._work.inputs:
+            if item.manifest is not None:
+                item.manifest()  # also where its source is said to have no bytes of this stride
         with ExitStack() as open_streams:
             streams = [self._open(item, at, stop) for item in self._work.inputs]
             for stream in streams:
@@ -262,7 +287,7 @@ class _Segment:
         """Fill `view` with the next bytes of the input, which begin at `at` of it."""
         stream.read_into(view)
         if verify and item.manifest is not None:
-            self._ensure(item, item.manifest, at, view)
+            self._ensure(item, item.manifest(), at, view)
 
     def _ensure(self, item: Input, manifest: Manifest, at: int, view: memoryview) -> None:
         """Make `view`, at `at` of the input, match the manifest by fetching bad pieces once

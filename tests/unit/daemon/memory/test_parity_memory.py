@@ -43,6 +43,22 @@ def test_a_block_that_holds_nothing_gives_its_memory_back_and_keeps_its_room(
         assert node.reserved_bytes == job.reserved_bytes == ARENA + 2 * BLOCK
 
 
+def test_an_arena_takes_the_memory_of_its_blocks_and_a_build_is_the_first_to_touch_it(
+    tmp_path: Path,
+) -> None:
+    def mapped() -> set[str]:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        of_job = [line for line in lines if str(job.directory) in line]
+        return {line.rpartition("/")[2] for line in of_job}
+
+    with opened(tmp_path) as (job, _, _):
+        job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=BLOCK)
+        assert taken(job) == 2 * BLOCK
+        assert mapped() == set()
+        with job.block_to_build(0, 1):
+            assert mapped() == {"0-1.block"}
+
+
 def test_a_block_takes_its_memory_again_to_be_built(tmp_path: Path) -> None:
     with opened(tmp_path) as (job, _, _):
         job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=BLOCK)

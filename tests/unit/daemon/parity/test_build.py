@@ -59,6 +59,8 @@ class Members:
     opened: int = 0
     closed: int = 0
     read_bytes: int = 0
+    asked: list[int] = field(default_factory=list)
+    """Positions whose manifests were asked for."""
 
     def open(self, position: int, kind: Kind, offset: int, nbytes: int, row: int = 0) -> "Range":
         data = (
@@ -74,6 +76,13 @@ class Members:
 
     def sources(self, but: int) -> dict[int, Manifest]:
         return {i: manifest_of(i, p) for i, p in enumerate(self.payloads) if i != but}
+
+    def sizes(self, but: int) -> dict[int, int]:
+        return {i: len(p) for i, p in enumerate(self.payloads) if i != but}
+
+    def describe(self, position: int) -> Manifest:
+        self.asked.append(position)
+        return manifest_of(position, self.payloads[position])
 
 
 class Range:
@@ -168,12 +177,14 @@ def test_any_member_of_any_group_comes_back_from_the_others(effort: Effort) -> N
                 lost=lost,
                 blocks=blocks_but(lost, len(members.payloads)),
                 manifest=manifest_of(lost, payload),
-                sources=members.sources(lost),
+                payloads=members.sizes(lost),
+                manifest_of=members.describe,
                 fetch=members,
                 effort=effort,
             )
             assert target == payload, (sizes, lost)
         assert members.opened == members.closed
+        assert members.asked == [], "manifests that nothing needed were asked for"
 
 
 def test_every_byte_is_fetched_once() -> None:
@@ -216,10 +227,37 @@ def test_a_byte_that_flips_on_the_wire_is_healed(effort: Effort) -> None:
             lost=0,
             blocks=blocks_but(0, len(members.payloads)),
             manifest=manifest_of(0, members.payloads[0]),
-            sources=members.sources(0),
+            payloads=members.sizes(0),
+            manifest_of=members.describe,
             fetch=members,
             effort=effort,
         )
+        assert target == members.payloads[0]
+
+
+@pytest.mark.parametrize("position", [1, 2])
+@pytest.mark.parametrize("reported", [0, 1, PIECE, 12 * PIECE - 1, 11 * PIECE])
+def test_a_source_that_is_reported_too_small_is_named_and_no_block_is_blamed(
+    position: int, reported: int
+) -> None:
+    members = group_of([12 * PIECE] * 4, seed=7)
+    build_all(members)
+    target = bytearray(12 * PIECE)
+    try:
+        rebuild(
+            put_into(memoryview(target)),
+            code=raim5(4),
+            lost=0,
+            blocks=blocks_but(0, 4),
+            manifest=manifest_of(0, members.payloads[0]),
+            payloads={**members.sizes(0), position: reported},
+            manifest_of=members.describe,
+            fetch=members,
+            effort=EFFORTS[0],
+        )
+    except SourceCorruptError as error:
+        assert error.position == position
+    else:  # what is not reported was not needed
         assert target == members.payloads[0]
 
 
@@ -244,10 +282,58 @@ def test_a_damaged_source_is_named_in_a_rebuild_too() -> None:
             lost=0,
             blocks=blocks_but(0, len(members.payloads)),
             manifest=manifest_of(0, members.payloads[0]),
-            sources=members.sources(0),
+            payloads=members.sizes(0),
+            manifest_of=members.describe,
             fetch=members,
         )
     assert caught.value.position == 2
+    assert 2 in members.asked
+
+
+@pytest.mark.parametrize(
+    ("bytes_more", "piece_bytes", "error"),
+    [(1, PIECE, SourceCorruptError), (0, 2 * PIECE, InvalidJobError)],
+)
+def test_a_source_that_is_not_as_reported_is_refused_where_it_matters(
+    bytes_more: int, piece_bytes: int, error: type[Exception]
+) -> None:
+    members = group_of([640, 640, 640], seed=12)
+    build_all(members)
+    members.flips = {(1, Kind.SNAPSHOT, 0): 1}
+    other = manifest_of(1, members.payloads[1] + bytes(bytes_more), piece_bytes)
+    with pytest.raises(error, match=r"as its daemon reports|in pieces of one size"):
+        rebuild(
+            put_into(memoryview(bytearray(640))),
+            code=raim5(3),
+            lost=0,
+            blocks=blocks_but(0, 3),
+            manifest=manifest_of(0, members.payloads[0]),
+            payloads=members.sizes(0),
+            manifest_of=lambda position: {1: other}.get(position) or members.describe(position),
+            fetch=members,
+        )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_thread_reads_one_part_of_the_payload_whatever_chunks_it_is_made_of(threads: int) -> None:
+    members = group_of([12 * PIECE] * 4, seed=13)
+    build_all(members)
+    members.opened = 0
+    target = bytearray(12 * PIECE)
+    rebuild(
+        put_into(memoryview(target)),
+        code=raim5(4),
+        lost=0,
+        blocks=blocks_but(0, 4),
+        manifest=manifest_of(0, members.payloads[0]),
+        payloads=members.sizes(0),
+        manifest_of=members.describe,
+        fetch=members,
+        effort=Effort(threads=threads, stride_bytes=PIECE),
+    )
+    assert target == members.payloads[0]
+    # Three chunks of three inputs each; a thread that begins within a chunk reads it from there.
+    assert members.opened == 3 * {1: 3, 2: 4, 3: 3}[threads]
 
 
 def test_a_damaged_parity_block_is_noticed_by_what_comes_out() -> None:
@@ -263,7 +349,8 @@ def test_a_damaged_parity_block_is_noticed_by_what_comes_out() -> None:
             lost=0,
             blocks=blocks_but(0, len(members.payloads)),
             manifest=manifest_of(0, members.payloads[0]),
-            sources=members.sources(0),
+            payloads=members.sizes(0),
+            manifest_of=members.describe,
             fetch=members,
         )
     assert caught.value.owners == (1,)
