@@ -163,7 +163,7 @@ class _Tree:
     def _listed(self) -> tuple[list[object], list[nn.Module | None]]:
         """The names, behind the number of children of each module, and the children."""
         groups = [module._modules for module in self.modules.values()]
-        names = [*map(len, groups), *chain.from_iterable(groups)]
+        names = [*map(len, groups), *chain.from_iterable(group.keys() for group in groups)]
         return names, [*chain.from_iterable(group.values() for group in groups)]
 
 

@@ -226,6 +226,14 @@ def test_modules_are_listed_again_when_one_appears_vanishes_or_is_renamed(traine
     change(lambda: model.__dict__.update(_modules={**model._modules, "more": nn.Identity()}))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_modules_that_torch_has_compiled_to_a_script_are_listed() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), nn.ReLU())
+    live = LiveState(model, [], Topology(dp=1), 0)
+    live.discover()
+    assert [*live.modules()] == [path for path, _ in model.named_modules()]
+
+
 class Counting(nn.Module):
     """A module with a state that is no tensor."""
 
