@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from holdfast_core.idle_checks import IdleCheck
 from holdfast_core.kernel_messages import is_device
 from holdfast_core.quantities import format_count
 
@@ -105,9 +106,9 @@ class NodeFailure(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     kind: FailureKind
     job: str
-    """Key of the job."""
+    """Key of the job; empty if none was on the node."""
     epoch: int
-    """Epoch of the job in which it failed."""
+    """Epoch of the job in which it failed; 0 without a job."""
     at: float
     """Seconds since the Unix epoch."""
     alike: str = ""
@@ -115,6 +116,8 @@ class NodeFailure(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     step; empty for failures that are compared with no other."""
     device: str = ""
     """The GPU that failed, by its UUID or PCI address; empty where none is known."""
+    check: str = ""
+    """The check that failed; empty where it is not known."""
 
 
 Record = Mapping[str, tuple[NodeFailure, ...]]
@@ -316,6 +319,7 @@ def _bounded(failure: NodeFailure, now: float) -> NodeFailure:
         job=failure.job[:JOB_CHARACTERS_MAX],
         alike=failure.alike[:ALIKE_CHARACTERS],
         device=failure.device if is_device(failure.device) else "",
+        check=failure.check if failure.check in set(IdleCheck) else "",
         at=round(min(failure.at, now), AT_DIGITS),
     )
 
@@ -332,13 +336,16 @@ def _newest(failures: Iterable[NodeFailure], oldest: float) -> tuple[NodeFailure
             known = kept[same[0]]
             heavier = WEIGHTS[failure.kind] > WEIGHTS[known.kind]
             first, second = (failure, known) if heavier else (known, failure)
-            device = first.device or second.device
-            kept[same[0]] = msgspec.structs.replace(first, at=known.at, device=device)
+            device, check = first.device or second.device, first.check or second.check
+            kept[same[0]] = msgspec.structs.replace(first, at=known.at, device=device, check=check)
     return tuple(kept[-FAILURES_MAX:])
 
 
-def _order(failure: NodeFailure) -> tuple[float, str, str, int, str, str]:
-    return failure.at, failure.kind, failure.job, failure.epoch, failure.alike, failure.device
+def _order(failure: NodeFailure) -> tuple[float, str, str, int, str, str, str]:
+    return (
+        *(failure.at, failure.kind, failure.job, failure.epoch),
+        *(failure.alike, failure.device, failure.check),
+    )
 
 
 def _is_same(one: NodeFailure, other: NodeFailure) -> bool:

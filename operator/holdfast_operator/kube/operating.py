@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
 
-from holdfast_core.node_failures import CLEAN, Rating
 from holdfast_core.suspect_nodes import SuspectPolicy
 from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.client.api import Api
@@ -40,6 +39,7 @@ from holdfast_operator.kube.cluster.daemons import (
     with_daemon,
     without_daemon,
 )
+from holdfast_operator.kube.cluster.idle_nodes import IdleNodes
 from holdfast_operator.kube.cluster.node_record import NodeRecord
 from holdfast_operator.kube.cluster.nodes import KubeNode, read_node
 from holdfast_operator.kube.cluster.notices import NOTICES
@@ -145,6 +145,15 @@ class OperatorReplica:
             wall=time.time,
             on_drop=lambda: metrics.add("events_dropped"),
         )
+        self._idle_nodes = IdleNodes(
+            options.namespace,
+            self._node_record,
+            nodes=self._server.nodes,
+            pods=lambda: self._daemon_cache.all().values(),
+            post=self._recorder.post,
+            metrics=metrics,
+            wall=time.time,
+        )
         self._revisions: Cache[TemplateRevision] = Cache(read_revision, lambda before, now: None)
         self._renewing = self._renewal()
         self._trainers = Trainers(
@@ -209,6 +218,7 @@ class OperatorReplica:
                 self._recorder.run(),
                 self._attention.run(),
                 self._show_missing_daemons(),
+                self._idle_nodes.run(),
                 Endpoints(self._api, target).run(),
                 # A leader does not wait for these: what is not watched is made all the same.
                 self._trainers.shared.run(self._watches_of_jobs),
@@ -266,7 +276,7 @@ class OperatorReplica:
                 self._room,
                 daemon_returns=self._daemons.returns,
                 requests_of=self._fleet.requests_of,
-                rating_of=self._rating,
+                rating_of=self._idle_nodes.rating,
                 clock=clock,
             ),
             pods=self._pods,
@@ -309,9 +319,6 @@ class OperatorReplica:
             training=lambda: with_daemon(self._daemon_cache.all().values(), self._server.nodes()),
             post=self._recorder.post,
         )
-
-    def _rating(self, node: str) -> Rating:
-        return CLEAN if self._node_record is None else self._node_record.rating(node)
 
     def _watch(
         self,

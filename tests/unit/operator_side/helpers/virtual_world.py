@@ -14,6 +14,7 @@ from typing import Any
 from holdfast_core.corruption import Divergence
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.idle_checks import FailedCheck, in_words
 from holdfast_core.inspections import Frame, InspectedProcess
 from holdfast_core.job.locations import Locations
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
@@ -24,6 +25,7 @@ from holdfast_core.node_failures import (
     Record,
     ratings,
     with_failures,
+    with_problem,
 )
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
@@ -163,6 +165,8 @@ class World:
         self.suspension: Suspension | None = None
         """Why the job's queue keeps it from running."""
         self.notices: dict[str, str] = {}
+        self.failed_checks: dict[str, tuple[FailedCheck, ...]] = {}
+        """Node → checks of it that stand, which the adapter counts against it."""
         """Node → reason for which it will be taken away."""
         self.full, self.cold = set[str](), set[str]()
         """Nodes without room for new agents; nodes whose agents have started and wait for no
@@ -295,10 +299,8 @@ class World:
         )
 
     def rating(self, name: str) -> Rating:
-        if not self.record:
-            return CLEAN
         found = ratings(self.record, now=WALL + self.now, half_life_s=HALF_LIFE_S)
-        return found.get(name, CLEAN)
+        return with_problem(found.get(name, CLEAN), in_words(self.failed_checks.get(name, ())))
 
     def agent_waits(self, name: str) -> bool:
         """Whether an agent waits on the node, which has no part in the world."""
