@@ -145,15 +145,6 @@ class OperatorReplica:
             wall=time.time,
             on_drop=lambda: metrics.add("events_dropped"),
         )
-        self._idle_nodes = IdleNodes(
-            options.namespace,
-            self._node_record,
-            nodes=self._server.nodes,
-            pods=lambda: self._daemon_cache.all().values(),
-            post=self._recorder.post,
-            metrics=metrics,
-            wall=time.time,
-        )
         self._revisions: Cache[TemplateRevision] = Cache(read_revision, lambda before, now: None)
         self._renewing = self._renewal()
         self._trainers = Trainers(
@@ -218,7 +209,6 @@ class OperatorReplica:
                 self._recorder.run(),
                 self._attention.run(),
                 self._show_missing_daemons(),
-                self._idle_nodes.run(),
                 Endpoints(self._api, target).run(),
                 # A leader does not wait for these: what is not watched is made all the same.
                 self._trainers.shared.run(self._watches_of_jobs),
@@ -241,8 +231,9 @@ class OperatorReplica:
                 async with asyncio.timeout(FIRST_LISTS_S):
                     for watch in welcome:
                         await watch.synced.wait()
-            self._fleet.begin(self._world())
-            tasks.append(asyncio.create_task(self._fleet.run()))
+            idle_nodes = self._idle_nodes()
+            self._fleet.begin(self._world(idle_nodes))
+            tasks += [asyncio.create_task(each) for each in (self._fleet.run(), idle_nodes.run())]
             if (suspects := self._suspect_nodes()) is not None:
                 tasks.append(asyncio.create_task(suspects.run()))
             stack.push_async_callback(self._recorder.flush, LAST_EVENTS_S)
@@ -264,7 +255,7 @@ class OperatorReplica:
         self._ready = True
         self._catch_signals(self)
 
-    def _world(self) -> LoopContext:
+    def _world(self, idle_nodes: IdleNodes) -> LoopContext:
         clock = time.monotonic
         return LoopContext(
             api=self._api,
@@ -276,7 +267,7 @@ class OperatorReplica:
                 self._room,
                 daemon_returns=self._daemons.returns,
                 requests_of=self._fleet.requests_of,
-                rating_of=self._idle_nodes.rating,
+                rating_of=idle_nodes.rating,
                 clock=clock,
             ),
             pods=self._pods,
@@ -305,6 +296,18 @@ class OperatorReplica:
             watch_namespaces=self._options.watch_namespaces,
             outdated=self._renewing.condition,
             status_s=self._fleet.status_s,
+        )
+
+    def _idle_nodes(self) -> IdleNodes:
+        """What is known of nodes without a job."""
+        return IdleNodes(
+            self._options.namespace,
+            self._node_record,
+            nodes=self._server.nodes,
+            pods=lambda: self._daemon_cache.all().values(),
+            post=self._recorder.post,
+            metrics=self._metrics,
+            wall=time.time,
         )
 
     def _suspect_nodes(self) -> SuspectNodes | None:

@@ -30,8 +30,9 @@ from holdfast_operator.reconciler.observe.views import Event, NodeView
 
 _log = logging.getLogger(__name__)
 
-ROUND_S = 5.0
-"""Pause between two looks at what daemons report."""
+ROUND_S = 10.0
+"""Pause between two looks at what daemons report, and before the first: by then they have
+connected, so that it shows whether most of them report the same."""
 
 
 class IdleNodes:
@@ -70,11 +71,11 @@ class IdleNodes:
     async def run(self) -> None:
         """Look at what daemons report now and then, until cancelled."""
         while True:
+            await asyncio.sleep(ROUND_S)
             try:
                 self.look()
             except Exception:  # what is only a preference must not end the operator
                 _log.exception("checks of idle nodes are not looked at")
-            await asyncio.sleep(ROUND_S)
 
     def look(self) -> None:
         """Take in what daemons report now."""

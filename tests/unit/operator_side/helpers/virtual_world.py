@@ -14,7 +14,6 @@ from typing import Any
 from holdfast_core.corruption import Divergence
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import LossReport
-from holdfast_core.idle_checks import FailedCheck, in_words
 from holdfast_core.inspections import Frame, InspectedProcess
 from holdfast_core.job.locations import Locations
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
@@ -164,10 +163,8 @@ class World:
         self.locations: Locations = None
         self.suspension: Suspension | None = None
         """Why the job's queue keeps it from running."""
-        self.notices: dict[str, str] = {}
-        self.failed_checks: dict[str, tuple[FailedCheck, ...]] = {}
-        """Node → checks of it that stand, which the adapter counts against it."""
-        """Node → reason for which it will be taken away."""
+        self.notices, self.problems = dict[str, str](), dict[str, str]()
+        """Node → reason for which it will be taken away; node → what is wrong with it now."""
         self.full, self.cold = set[str](), set[str]()
         """Nodes without room for new agents; nodes whose agents have started and wait for no
         world yet."""
@@ -300,7 +297,7 @@ class World:
 
     def rating(self, name: str) -> Rating:
         found = ratings(self.record, now=WALL + self.now, half_life_s=HALF_LIFE_S)
-        return with_problem(found.get(name, CLEAN), in_words(self.failed_checks.get(name, ())))
+        return with_problem(found.get(name, CLEAN), self.problems.get(name, ""))
 
     def agent_waits(self, name: str) -> bool:
         """Whether an agent waits on the node, which has no part in the world."""

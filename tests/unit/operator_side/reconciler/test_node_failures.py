@@ -9,7 +9,7 @@ from failing_over import FailingOver
 from msgspec import structs
 from virtual_world import WALL, Daemon, World, make_job, running
 
-from holdfast_core.idle_checks import FailedCheck, IdleCheck
+from holdfast_core.idle_checks import FailedCheck, IdleCheck, in_words
 from holdfast_core.inspections import InspectedProcess
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.node_failures import CLEAN, FailureKind, NodeFailure
@@ -317,9 +317,7 @@ def test_a_spare_that_fails_its_checks_is_taken_if_there_is_no_better_one(
 ) -> None:
     broken = FailedCheck(check=IdleCheck.DISK, text="/tmp: Input/output error", failing_s=9.0)
     world = running(make_job(spares=2))
-    world.failed_checks["n4"] = (broken,)
-    if others_fail:
-        world.failed_checks["n5"] = (broken,)
+    world.problems = dict.fromkeys(["n4", *(["n5"] if others_fail else [])], in_words([broken]))
     world.kill_node("n1")
     world.settle(10.0)
     assert world.nodes_of_members() == ["n0", "n4" if others_fail else "n5", "n2", "n3"]
