@@ -113,7 +113,7 @@ class Node:
                 interval_s=settings.scrub_interval_s, rate_bytes_s=settings.scrub_rate_bytes_s
             )
         )
-        self._idle_checks = None
+        self._idle_checks: IdleChecks | None = None
         if settings.idle_check_s:
             self._idle_checks = IdleChecks(
                 settings.idle_check_s,
