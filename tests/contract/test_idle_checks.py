@@ -15,9 +15,10 @@ from holdfast_daemon import settings
 from holdfast_daemon.node import Node
 from holdfast_daemon.observing import idle_checks
 from holdfast_daemon.settings import DaemonSettings
+from holdfast_host import idle_checks as checks_of_nodes
 from holdfast_operator.control.server import ControlServer
 
-WAIT_S = 60.0
+WAIT_S = 100.0
 
 
 def test_what_a_daemon_finds_reaches_the_control_loop_until_a_job_comes(
@@ -27,8 +28,11 @@ def test_what_a_daemon_finds_reaches_the_control_loop_until_a_job_comes(
     monkeypatch.setattr(settings, "IDLE_CHECK_S_MIN", 0.0)
     monkeypatch.setattr(idle_checks, "IDLE_S", 0.0)
     monkeypatch.setattr(idle_checks, "TURN_S", 0.05)
+    monkeypatch.setattr(checks_of_nodes, "LIMIT_S", WAIT_S)
+    urgent = "import os\nos.sched_setscheduler = lambda *_: None\n"  # on a busy machine, too
     plant(
-        "import os, errno\ndef fail(_):\n    raise OSError(errno.EIO, 'broken')\nos.fsync = fail\n"
+        f"{urgent}import errno\n"
+        "def fail(_):\n    raise OSError(errno.EIO, 'broken')\nos.fsync = fail\n"
     )
 
     async def run() -> None:
@@ -71,7 +75,7 @@ def test_what_a_daemon_finds_reaches_the_control_loop_until_a_job_comes(
                 )
             )
             await until(lambda: "team.moe" in node.hosts and failed() is None)
-            (tmp_path / "sitecustomize.py").unlink()
+            plant(urgent)
             server.drop("team.moe")
             await until(lambda: failed() is not None)
             assert failed() == []
