@@ -3,13 +3,14 @@
 A spare is used when another node has failed, so what is wrong with it should be known before. Its
 daemon checks what needs no device, now and then, for as long as no job is there. A check that has
 failed and has not passed since stands, and choices among nodes avoid the node while it stands. It
-is also a failure in the node's record (`node_failures`), once, and fades there. A daemon that
-reports nothing proves nothing. Pure.
+is also a failure in the node's record (`node_failures`), once, if it has failed in two rounds, and
+fades there. A daemon that reports nothing proves nothing. Pure.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
@@ -40,14 +41,16 @@ class FailedCheck(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What it found the last time, in words, in one line."""
     failing_s: float
     """Seconds since it failed for the first time."""
+    confirmed: bool = False
+    """Whether it has failed in two rounds or more."""
 
 
-def failed_check(check: str, text: str, failing_s: float) -> FailedCheck | None:
+def failed_check(check: str, text: str, failing_s: float, *, confirmed: bool) -> FailedCheck | None:
     """A failed check as somebody reports it; None if it is not possible."""
     if check not in set(IdleCheck) or not (math.isfinite(failing_s) and failing_s >= 0):
         return None
     line = " ".join(last_lines(text).split())[:TEXT_CHARACTERS_MAX]
-    return FailedCheck(check=IdleCheck(check), text=line, failing_s=failing_s)
+    return FailedCheck(check=IdleCheck(check), text=line, failing_s=failing_s, confirmed=confirmed)
 
 
 def each_once(failed: Iterable[FailedCheck]) -> tuple[FailedCheck, ...]:
@@ -61,10 +64,15 @@ def each_once(failed: Iterable[FailedCheck]) -> tuple[FailedCheck, ...]:
 def nodes_to_avoid(
     reports: Mapping[str, tuple[FailedCheck, ...]],
 ) -> dict[str, tuple[FailedCheck, ...]]:
-    """Those of `reports` that have failed checks; none if most nodes have: what they have in common
-    is no node, but a release, say."""
-    failing = {node: failed for node, failed in sorted(reports.items()) if failed}
-    return {} if len(failing) > 1 and 2 * len(failing) > len(reports) else failing
+    """Those of `reports` that have failed checks, without the checks that most nodes fail: what
+    they have in common is no node, but a release, say."""
+    count = Counter(each.check for failed in reports.values() for each in failed)
+    common = {check for check, nodes in count.items() if nodes > 1 and 2 * nodes > len(reports)}
+    counted = {
+        node: tuple(each for each in failed if each.check not in common)
+        for node, failed in sorted(reports.items())
+    }
+    return {node: failed for node, failed in counted.items() if failed}
 
 
 def in_words(failed: Iterable[FailedCheck]) -> str:

@@ -41,6 +41,9 @@ REPEAT_S = 600.0
 """Time within which failures of a node in the same epoch of one job are one failure: a control
 loop that starts again may see it once more, and a node fails in several ways at once. A job that is
 made again begins its epochs anew. A node that is slow throughout an epoch failed once in it."""
+CHECK_REPEAT_S = 86400.0
+"""Time within which failures of the same check of a node without a job are one failure: a check
+that goes on failing is found again by a daemon that has started again."""
 FUTURE_S = 86400.0
 """How far ahead the clock of another writer may be. What is later is nonsense, and would never
 fade."""
@@ -353,7 +356,8 @@ def _is_same(one: NodeFailure, other: NodeFailure) -> bool:
         return False
     if {one.kind, other.kind} & _LASTING:  # do not keep a failure that follows from counting
         return one.kind is other.kind
-    return abs(one.at - other.at) < REPEAT_S
+    is_same_check = not one.job and one.check != "" and one.check == other.check
+    return abs(one.at - other.at) < (CHECK_REPEAT_S if is_same_check else REPEAT_S)
 
 
 def age_in_words(seconds: float) -> str:

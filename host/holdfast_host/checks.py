@@ -15,8 +15,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,8 @@ MEMORY_BYTES_S, SHARED_BYTES_S, DISK_BYTES_S = 2e8, 2e7, 1e6
 """Rates in bytes per second below which something is wrong, even if others use the machine: a
 healthy one is more than ten times as fast."""
 PATTERNS = (0x00, 0xFF, 0x55, 0xAA)
+COMPARED_BYTES = 1 << 20
+"""Bytes of memory that are compared at a time: a comparison takes as many again."""
 TIME_MIN = 1735689600.0
 """A clock before 2025 is wrong, and certificates are not valid yet."""
 CLOCK_UNSYNCHRONISED = 0x40
@@ -122,7 +125,8 @@ def matrices() -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_memory(nbytes_max: int) -> str:
-    """Write patterns to up to `nbytes_max` bytes of memory, copy them, and compare."""
+    """Write patterns to up to `nbytes_max` bytes of memory, copy them to as many others, and
+    compare."""
     nbytes = min(nbytes_max, _memory_available() // 8)
     if nbytes < 1 << 20:
         raise NotCheckedError("too little memory is free")
@@ -133,11 +137,13 @@ def check_memory(nbytes_max: int) -> str:
         began = time.thread_time()  # who else uses the processor is no fault of the memory
         np.copyto(copy, source)
         took_s = min(took_s, time.thread_time() - began)
-        if not (copy == pattern).all():
-            bad = int(np.flatnonzero(copy != pattern)[0])
-            raise CheckFailedError(
-                f"byte {bad} of {nbytes} is {copy[bad]:#04x} instead of {pattern:#04x}"
-            )
+        for begin in range(0, nbytes, COMPARED_BYTES):
+            wrong = np.flatnonzero(copy[begin : begin + COMPARED_BYTES] != pattern)
+            if wrong.size:
+                bad = begin + int(wrong[0])
+                raise CheckFailedError(
+                    f"byte {bad} of {nbytes} is {copy[bad]:#04x} instead of {pattern:#04x}"
+                )
     return fast_enough("copies", nbytes / took_s, MEMORY_BYTES_S)
 
 
@@ -163,19 +169,31 @@ def check_shared_memory(directory: Path, nbytes: int) -> str:
     """Write `nbytes` to a directory in memory, and compare."""
     if not directory.is_dir():
         raise NotCheckedError(f"there is no {directory}")
-    return _write_and_compare(directory, nbytes, SHARED_BYTES_S, time.thread_time)
+    return _write_and_compare(directory, nbytes, SHARED_BYTES_S, BROKEN, time.thread_time)
 
 
-def check_disk() -> str:
-    """Write to the directory of temporary files, and compare."""
-    directory = Path(tempfile.gettempdir())
+def check_disk(broken: Collection[int] = BROKEN) -> str:
+    """Write to the directory of temporary files, and compare.
+
+    Args:
+        broken: errors of files that say that the disk is broken.
+    """
+    # `tempfile` would take another directory if this one is broken.
+    directory = Path(os.environ.get("TMPDIR") or "/tmp")
+    write = partial(
+        *(_write_and_compare, directory, DISK_BYTES, DISK_BYTES_S, broken, time.perf_counter)
+    )
     with suppress(TooSlowError):  # something else may have used it for a while
-        return _write_and_compare(directory, DISK_BYTES, DISK_BYTES_S, time.perf_counter)
-    return _write_and_compare(directory, DISK_BYTES, DISK_BYTES_S, time.perf_counter)
+        return write()
+    return write()
 
 
 def _write_and_compare(
-    directory: Path, nbytes: int, limit_bytes_s: float, clock: Callable[[], float]
+    directory: Path,
+    nbytes: int,
+    limit_bytes_s: float,
+    broken: Collection[int],
+    clock: Callable[[], float],
 ) -> str:
     data = hashlib.shake_256(b"holdfast").digest(1 << 20)
     count = nbytes >> 20
@@ -197,7 +215,7 @@ def _write_and_compare(
                 if file.read(len(data)) != data:
                     raise CheckFailedError(f"MiB {number} of a file in {directory} came back wrong")
     except OSError as error:
-        kind = CheckFailedError if error.errno in BROKEN else NotCheckedError
+        kind = CheckFailedError if error.errno in broken else NotCheckedError
         raise kind(f"{directory}: {error.strerror}") from error
     return fast_enough(f"writes to {directory}", nbytes / took_s, limit_bytes_s)
 

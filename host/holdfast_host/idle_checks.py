@@ -1,12 +1,14 @@
 """The checks of a node on which no job is, as a process that its daemon starts.
 
-The process runs only when nobody else wants a processor or a disk, and what is slow has not failed:
-the daemon does not know what other pods do on the node.
+The process gets processors only when nobody else in the daemon's container wants them; beside other
+pods it has what the daemon may have. What is slow has not failed: the daemon does not know what
+other pods do on the node.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ from pathlib import Path
 
 from holdfast_core.idle_checks import IdleCheck
 from holdfast_host.checks import (
+    BROKEN,
     check_clock,
     check_disk,
     check_memory,
@@ -28,8 +31,11 @@ from holdfast_host.results import run_checks, write_results
 LIMIT_S = 120.0
 """Time within which all checks must have ended, a hundred times what they take."""
 MEMORY_BYTES, SHARED_BYTES = 64 << 20, 16 << 20
-"""Bytes that are copied in memory, and written to the memory of snapshots. All of it is charged to
-the daemon, so it must fit beside a job that comes meanwhile."""
+"""Bytes that are copied in memory, which takes twice as many, and that are written to the memory of
+snapshots. All of it, and the process itself, is charged to the daemon."""
+DISK_BROKEN = BROKEN | {errno.EROFS}
+"""Errors that say that the disk is broken: a daemon has a directory of temporary files that it may
+write to, unless the kernel has taken that away after errors."""
 
 
 def start_idle_checks(memory: Path) -> CheckProcess:
@@ -45,7 +51,7 @@ def idle_checks(memory: Path) -> Mapping[str, Callable[[], str]]:
         IdleCheck.PROCESSORS: lambda: check_processors(integers_multiplied()),
         IdleCheck.MEMORY: partial(check_memory, MEMORY_BYTES),
         IdleCheck.SHARED_MEMORY: partial(check_shared_memory, memory, SHARED_BYTES),
-        IdleCheck.DISK: check_disk,
+        IdleCheck.DISK: partial(check_disk, DISK_BROKEN),
         IdleCheck.CLOCK: check_clock,
     }
 
@@ -56,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m holdfast_host.idle_checks")
     parser.add_argument("--memory", type=Path, required=True, help="directory of snapshots")
     memory: Path = parser.parse_args(argv).memory
-    # The kernel derives the class of disk accesses from this, too.
+    # It orders the processes of one container, and not those of different pods.
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     return int(write_results(run_checks(idle_checks(memory), beside=True)))
 

@@ -82,7 +82,9 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class IdleChecks(_message.Message):
-    """What checks of this node have found since no job has been on it."""
+    """What checks of this node have found. There is none before one of them has proved something since
+    no job has been on the node.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -111,20 +113,24 @@ class FailedCheck(_message.Message):
     CHECK_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     FAILING_S_FIELD_NUMBER: _builtins.int
+    CONFIRMED_FIELD_NUMBER: _builtins.int
     check: _builtins.str
     text: _builtins.str
     failing_s: _builtins.float
     """since it failed for the first time"""
+    confirmed: _builtins.bool
+    """it has failed in two rounds or more"""
     def __init__(
         self,
         *,
         check: _builtins.str = ...,
         text: _builtins.str = ...,
         failing_s: _builtins.float = ...,
+        confirmed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "failing_s", b"failing_s", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "confirmed", b"confirmed", "failing_s", b"failing_s", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,7 +3,9 @@
 On a spare nothing runs that would notice a broken disk or wrong memory before the node is needed.
 A round is a process (`holdfast_host.idle_checks`), which ends when a job comes. What it has found
 goes to the control loop with the heartbeats, until then: what a job does to a node later is no
-matter of these checks. They never end the daemon, and nothing waits for them.
+matter of these checks. What has failed and has not passed since is remembered meanwhile, so that it
+is not taken for another failure after the job. Checks never end the daemon, and nothing waits for
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import random
 import time
 from collections.abc import Callable
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from holdfast_core.idle_checks import FailedCheck, failed_check
 from holdfast_daemon.logs import bind
@@ -45,6 +47,16 @@ class Round(Protocol):
     def stop(self) -> None: ...
 
 
+class _Failing(NamedTuple):
+    """A check that has failed, and has not passed since."""
+
+    since: float
+    text: str
+    """What it found last."""
+    confirmed: bool
+    """Whether it has failed in two rounds or more."""
+
+
 class IdleChecks:
     """Checks of one node. `run` it as a task.
 
@@ -70,18 +82,19 @@ class IdleChecks:
         self._round: Round | None = None
         self._last: Round | None = None
         """The round before, whose process may be one that the kernel keeps."""
-        self._failed: dict[str, tuple[float, str]] | None = None
-        """Check → when it first failed, and what it found last, for those that have not passed
-        since; None before any check has proved something."""
+        self._failed: dict[str, _Failing] = {}
+        """The checks that have failed and have not passed since, whatever jobs came."""
+        self._is_known = False
+        """Whether a check has proved something since no job has been on the node."""
 
     def report(self) -> tuple[FailedCheck, ...] | None:
         """The checks that have failed, and have not passed since; None while nothing is known."""
-        if self._failed is None or not self._is_idle():
+        if not self._is_known or not self._is_idle():
             return None
         now = self._clock()
         found = (
-            failed_check(check, text, max(0.0, now - since))
-            for check, (since, text) in self._failed.items()
+            failed_check(check, each.text, max(0.0, now - each.since), confirmed=each.confirmed)
+            for check, each in self._failed.items()
         )
         return tuple(each for each in found if each is not None)
 
@@ -103,7 +116,7 @@ class IdleChecks:
         come."""
         now, running = self._clock(), self._round
         if not self._is_idle():
-            self._idle_since, self._round, self._failed = inf, None, None
+            self._idle_since, self._round, self._is_known = inf, None, False
             if running is not None:
                 self._last = running
                 await asyncio.to_thread(running.stop)
@@ -122,18 +135,23 @@ class IdleChecks:
 
     def _judge(self, results: list[Result]) -> None:
         """Take in what a round has found. What was not checked is as it was before."""
-        now, failed = self._clock(), dict(self._failed or {})
+        now, failed = self._clock(), self._failed
         for result in results:
             self._metrics.add("idle_checks", outcome=result.outcome.replace(" ", "_"))
             match result.outcome:
                 case Outcome.FAILED:
-                    since, _ = failed.get(result.check, (now, ""))
-                    failed[result.check] = (since, result.text)
+                    known = failed.get(result.check)
+                    since = now if known is None else known.since
+                    failed[result.check] = _Failing(since, result.text, known is not None)
                     _log.error("node_check_failed", check=result.check, detail=result.text)
                 case Outcome.NOTICED:
                     failed.pop(result.check, None)
                     _log.info("node_check_noticed", check=result.check, detail=result.text)
                 case Outcome.PASSED:
                     failed.pop(result.check, None)
-        if any(result.outcome is not Outcome.NOT_CHECKED for result in results):
-            self._failed = failed
+                case Outcome.NOT_CHECKED:
+                    _log.info("node_not_checked", check=result.check, detail=result.text)
+        # What is only noticed, such as a clock that nothing synchronises, speaks for no node.
+        self._is_known |= any(
+            result.outcome in (Outcome.PASSED, Outcome.FAILED) for result in results
+        )

@@ -26,11 +26,12 @@ def failed(check: IdleCheck = IdleCheck.DISK, text: str = "broken") -> FailedChe
     [("disk", -1.0), ("disk", math.nan), ("disk", math.inf), ("gpu", 1.0), ("", 1.0)],
 )
 def test_what_cannot_be_is_no_failed_check(check: str, failing_s: float) -> None:
-    assert failed_check(check, "broken", failing_s) is None
+    assert failed_check(check, "broken", failing_s, confirmed=True) is None
 
 
 def test_a_text_is_one_bounded_line_without_secrets_and_control_sequences() -> None:
-    found = failed_check("disk", "\x1b[31m/tmp:\nInput\r password=hunter22 " + "x" * 9999, 0.0)
+    text = "\x1b[31m/tmp:\nInput\r password=hunter22 " + "x" * 9999
+    found = failed_check("disk", text, 0.0, confirmed=False)
     assert found is not None and found.check is IdleCheck.DISK
     assert len(found.text) <= TEXT_CHARACTERS_MAX and found.text.isprintable()
     assert "hunter22" not in found.text
@@ -54,3 +55,12 @@ def test_what_most_nodes_have_in_common_counts_against_none(
     reports = {f"bad{n}": (failed(),) for n in range(failing)}
     found = nodes_to_avoid({**reports, **{f"good{n}": () for n in range(passing)}})
     assert len(found) == avoided and found.items() <= reports.items()
+
+
+def test_nodes_whose_checks_fail_for_reasons_of_their_own_excuse_each_other_not() -> None:
+    """Each check is counted by itself."""
+    reports = {"a": (failed(IdleCheck.MEMORY),), "b": (failed(),)}
+    assert nodes_to_avoid(reports) == reports
+    common = failed(IdleCheck.CLOCK)
+    reports = {"a": (failed(IdleCheck.MEMORY), common), "b": (common,), "c": ()}
+    assert nodes_to_avoid(reports) == {"a": (failed(IdleCheck.MEMORY),)}

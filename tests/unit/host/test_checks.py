@@ -6,7 +6,8 @@ import ctypes
 import errno
 import os
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 
 from holdfast_host import checks
 from holdfast_host.checks import (
+    BROKEN,
+    COMPARED_BYTES,
     TIME_MIN,
     check_clock,
     check_disk,
@@ -24,6 +27,7 @@ from holdfast_host.checks import (
     integers_multiplied,
     known_product,
 )
+from holdfast_host.idle_checks import DISK_BROKEN
 from holdfast_host.results import (
     CheckFailedError,
     NotCheckedError,
@@ -50,9 +54,13 @@ def test_a_disk_that_was_slow_for_a_while_passes(monkeypatch: pytest.MonkeyPatch
     right = checks._write_and_compare
 
     def write(
-        directory: Path, nbytes: int, limit_bytes_s: float, clock: Callable[[], float]
+        directory: Path,
+        nbytes: int,
+        limit_bytes_s: float,
+        broken: Collection[int],
+        clock: Callable[[], float],
     ) -> str:
-        return right(directory, nbytes, next(limits), clock)
+        return right(directory, nbytes, next(limits), broken, clock)
 
     monkeypatch.setattr(checks, "_write_and_compare", write)
     assert "reach" in check_disk()
@@ -88,6 +96,17 @@ def test_memory_that_flips_a_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         check_memory(1 << 24)
 
 
+def test_memory_is_compared_in_small_pieces() -> None:
+    nbytes = 1 << 24
+    tracemalloc.start()
+    try:
+        check_memory(nbytes)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 2 * nbytes <= peak < 2 * nbytes + 4 * COMPARED_BYTES
+
+
 def test_what_is_too_slow_has_failed_with_its_rate_and_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -115,6 +134,38 @@ def test_a_place_without_room_or_right_proves_nothing_and_a_broken_one_does(
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(expected, match=os.strerror(error)):
         check_shared_memory(SHARED, 1 << 24)
+
+
+@pytest.mark.parametrize(
+    ("error", "of_launchers", "of_daemons"),
+    [
+        (errno.EIO, CheckFailedError, CheckFailedError),
+        (errno.EROFS, NotCheckedError, CheckFailedError),
+        (errno.EACCES, NotCheckedError, NotCheckedError),
+    ],
+)
+def test_a_disk_on_which_no_file_can_be_made_is_no_reason_to_take_another(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    error: int,
+    of_launchers: type[Exception],
+    of_daemons: type[Exception],
+) -> None:
+    """The kernel lets nobody write to a disk any more that has had errors. Launchers may run where
+    that is meant so."""
+    right = os.open
+
+    def refuse(path: Any, *given: Any, **named: Any) -> int:
+        if str(path).startswith(str(tmp_path)):
+            raise OSError(error, os.strerror(error))
+        return right(path, *given, **named)
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    for broken, expected in ((BROKEN, of_launchers), (DISK_BROKEN, of_daemons)):
+        with pytest.raises(expected, match=os.strerror(error)):
+            check_disk(broken)
 
 
 # --- the clock ------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def test_a_healthy_node_fails_nothing(plant: Plant, tmp_path: Path) -> None:
     assert list(memory.iterdir()) == []
 
 
-def test_it_runs_when_nobody_else_wants_to_and_without_what_a_daemon_has_not(
+def test_it_runs_behind_its_daemon_and_without_what_a_daemon_has_not(
     plant: Plant, tmp_path: Path
 ) -> None:
     plant(
@@ -64,6 +64,7 @@ def test_it_runs_when_nobody_else_wants_to_and_without_what_a_daemon_has_not(
     ("fault", "check", "words"),
     [
         ("os.fsync = refuse", IdleCheck.SHARED_MEMORY, "Input/output error"),
+        ("os.open = read_only", IdleCheck.DISK, "Read-only file system"),
         ("hashlib.sha256 = wrong", IdleCheck.PROCESSORS, "computed a wrong digest"),
         ("shutil.disk_usage = end", IdleCheck.SHARED_MEMORY, "was ended by signal 4"),
     ],
@@ -76,6 +77,11 @@ def test_what_is_broken_fails(
         "right, calls = hashlib.sha256, []\n"
         "def refuse(_):\n"
         "    raise OSError(errno.EIO, os.strerror(errno.EIO))\n"
+        "opened = os.open\n"
+        "def read_only(path, flags, *given, **named):\n"
+        "    if flags & os.O_RDWR and str(path).startswith('/tmp'):\n"
+        "        raise OSError(errno.EROFS, os.strerror(errno.EROFS))\n"
+        "    return opened(path, flags, *given, **named)\n"
         "def wrong(data):\n"
         "    calls.append(1)\n"
         "    return right(data + b'!' if len(calls) > 2 else data)\n"

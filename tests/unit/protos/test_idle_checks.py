@@ -9,7 +9,7 @@ from holdfast_protos.idle_checks import idle_checks_from_proto, idle_checks_to_p
 
 def test_a_report_arrives_as_it_was_sent() -> None:
     failed = (
-        FailedCheck(check=IdleCheck.MEMORY, text="byte 7 is wrong", failing_s=3.5),
+        FailedCheck(check=IdleCheck.MEMORY, text="byte 7 is wrong", failing_s=3.5, confirmed=True),
         FailedCheck(check=IdleCheck.DISK, text="/tmp: Input/output error", failing_s=0.0),
     )
     for each in (failed, ()):

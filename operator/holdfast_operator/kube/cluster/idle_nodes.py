@@ -1,19 +1,21 @@
 """Nodes on which no job is, and what their daemons' checks of them have found.
 
 A node with a failed check is chosen last, for as long as the check stands and nobody has removed
-it. The failure is also noted in the record of nodes, once, so that it counts for some days after
-that. What counts is decided in `holdfast_core.idle_checks`. Nothing waits for any of this, and it
-needs no right that the operator has not: events are about the daemon's pod, in the namespace of the
-release.
+it. What has failed in two rounds is also noted in the record of nodes, once, so that it counts for
+some days after that: what happens once may be no fault of the node, and what several nodes have in
+common has mostly shown by then. What counts is decided in `holdfast_core.idle_checks`. Nothing
+waits for any of this, and it needs no right that the operator has not: events are about the
+daemon's pod, in the namespace of the release.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from holdfast_core.idle_checks import FailedCheck, in_words, nodes_to_avoid
+from holdfast_core.idle_checks import FailedCheck, IdleCheck, in_words, nodes_to_avoid
 from holdfast_core.node_failures import (
     CLEAN,
     FailureKind,
@@ -33,6 +35,8 @@ _log = logging.getLogger(__name__)
 ROUND_S = 10.0
 """Pause between two looks at what daemons report, and before the first: by then they have
 connected, so that it shows whether most of them report the same."""
+_Check = tuple[str, IdleCheck]
+"""A node, and a check of it."""
 
 
 class IdleNodes:
@@ -61,7 +65,12 @@ class IdleNodes:
         self._namespace, self._record, self._wall = namespace, record, wall
         self._nodes, self._pods, self._post, self._metrics = nodes, pods, post, metrics
         self._failed: Mapping[str, tuple[FailedCheck, ...]] = {}
-        self._in_common = False
+        """What counts against nodes now."""
+        self._common: frozenset[IdleCheck] = frozenset()
+        """Checks that most nodes failed at the last look."""
+        self._told: set[_Check] = set()
+        self._recorded: set[_Check] = set()
+        """What has been reported and recorded, until a daemon reports that it has passed."""
 
     def rating(self, node: str) -> Rating:
         """How a node has done lately, as its record and the checks that stand against it say."""
@@ -79,44 +88,67 @@ class IdleNodes:
 
     def look(self) -> None:
         """Take in what daemons report now."""
+        views = self._nodes()
         reports = {
             name: view.failed_checks
-            for name, view in self._nodes().items()
+            for name, view in views.items()
             if view.connected and view.failed_checks is not None
         }
-        failing = {name: failed for name, failed in reports.items() if failed}
-        avoided = nodes_to_avoid(reports)
-        in_common = bool(failing) and not avoided
-        if in_common and not self._in_common:
+        failing = {(name, each.check) for name, failed in reports.items() for each in failed}
+        self._failed = nodes_to_avoid(reports)
+        counted = [(name, each) for name, failed in self._failed.items() for each in failed]
+        common = failing - {(name, each.check) for name, each in counted}
+        self._say_what_is_common(Counter(check for _, check in common), len(reports))
+        for known in (self._told, self._recorded):  # a node with a job has not passed its checks
+            known -= {
+                (name, check)
+                for name, check in known
+                if name not in views or (name in reports and (name, check) not in failing)
+            }
+        self._tell(counted)
+        self._note([(name, each) for name, each in counted if each.confirmed])
+        self._metrics.replace_all("idle_node_failed", {(name,): 1.0 for name, _ in failing})
+
+    def _say_what_is_common(self, common: Mapping[IdleCheck, int], reports: int) -> None:
+        """Log each check that so many of the nodes with `reports` fail, once they do."""
+        for check in sorted(common.keys() - self._common):
             _log.warning(
-                "%d of %s without a job fail their checks, so this is no matter of a node: "
-                "nothing counts against any",
-                len(failing),
-                format_count(len(reports), "node"),
+                "%d of %s without a job fail the check of %s, so this is no matter of a node: it "
+                "counts against none",
+                common[check],
+                format_count(reports, "node"),
+                check,
             )
-        begun = {
-            name: tuple(each for each in failed if each.check not in self._checks_of(name))
-            for name, failed in avoided.items()
-        }
-        ended = self._failed.keys() - avoided.keys()
-        self._failed, self._in_common = avoided, in_common
-        for name, new in begun.items():
-            if new:
-                self._note(name, new)
-        for name in sorted(ended):
-            _log.info("node %s: no check of it has failed any more", name)
-        self._metrics.replace_all("idle_node_failed", {(name,): 1.0 for name in avoided})
+        self._common = frozenset(common)
 
-    def _checks_of(self, node: str) -> frozenset[str]:
-        """Checks of a node that had failed at the last look."""
-        return frozenset(each.check for each in self._failed.get(node, ()))
+    def _tell(self, counted: Iterable[tuple[str, FailedCheck]]) -> None:
+        """Report what has not been reported yet."""
+        new: dict[str, list[FailedCheck]] = {}
+        for node, failed in counted:
+            if (node, failed.check) not in self._told:
+                self._told.add((node, failed.check))
+                new.setdefault(node, []).append(failed)
+        for node, checks in new.items():
+            text = in_words(checks)
+            _log.warning("node %s: %s", node, text)
+            for pod in self._pods():
+                if pod.node == node and not pod.ending:
+                    metadata = {"name": pod.name, "uid": pod.uid, "namespace": self._namespace}
+                    about = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
+                    what = f"node {node}, which has no job: {text}; it is chosen last"
+                    self._post(about, Event(reason="NodeCheckFailed", message=what, warning=True))
 
-    def _note(self, node: str, failed: tuple[FailedCheck, ...]) -> None:
-        """Record checks that have failed, and report them."""
-        text = in_words(failed)
-        _log.warning("node %s: %s", node, text)
-        self._metrics.add("node_failures", kind=FailureKind.FAILED_CHECK.value)
-        if self._record is not None:
+    def _note(self, confirmed: Iterable[tuple[str, FailedCheck]]) -> None:
+        """Record what has not been recorded yet."""
+        new = [
+            (node, failed)
+            for node, failed in confirmed
+            if (node, failed.check) not in self._recorded
+        ]
+        for node, failed in new:
+            self._recorded.add((node, failed.check))
+            self._metrics.add("node_failures", kind=FailureKind.FAILED_CHECK.value)
+        if self._record is not None and new:
             # Since when it has failed, so that another replica finds its own failure recorded.
             now = self._wall()
             self._record.note(
@@ -126,15 +158,9 @@ class IdleNodes:
                         kind=FailureKind.FAILED_CHECK,
                         job="",
                         epoch=0,
-                        at=max(0.0, now - each.failing_s),
-                        check=each.check,
+                        at=max(0.0, now - failed.failing_s),
+                        check=failed.check,
                     ),
                 )
-                for each in failed
+                for node, failed in new
             )
-        for pod in self._pods():
-            if pod.node == node and not pod.ending:
-                metadata = {"name": pod.name, "uid": pod.uid, "namespace": self._namespace}
-                about = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
-                what = f"node {node}, which has no job: {text}; it is chosen last"
-                self._post(about, Event(reason="NodeCheckFailed", message=what, warning=True))

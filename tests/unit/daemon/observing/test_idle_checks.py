@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -84,6 +85,9 @@ class Idle:
         ]
         self.turn()
 
+    def confirmed(self) -> set[str]:
+        return {each.check for each in self.checks.report() or () if each.confirmed}
+
     def failed(self) -> dict[str, float] | None:
         found: tuple[FailedCheck, ...] | None = self.checks.report()
         return None if found is None else {each.check: each.failing_s for each in found}
@@ -110,6 +114,8 @@ def test_nothing_is_reported_before_a_check_has_proved_something() -> None:
     idle.turn()
     assert idle.failed() is None
     idle.find(disk=NOT_CHECKED, clock=NOTICED)
+    assert idle.failed() is None, "a clock that nothing synchronises speaks for no disk"
+    idle.find(disk=PASSED, clock=NOTICED)
     assert idle.failed() == {}
 
 
@@ -120,8 +126,10 @@ def test_a_failed_check_stands_until_it_passes() -> None:
     assert idle.failed() == {"disk": 0.0}
     idle.find(memory=FAILED, disk=NOT_CHECKED)
     assert idle.failed() == {"disk": idle.now - began, "memory": 0.0}
+    assert idle.confirmed() == set(), "in one round each"
     idle.find(memory=NOTICED, disk=FAILED)
     assert idle.failed() == {"disk": idle.now - began}
+    assert idle.confirmed() == {"disk"}
     (found,) = idle.checks.report() or ()
     assert found.text == "disk failed"
     idle.find(disk=PASSED)
@@ -134,6 +142,18 @@ def test_a_round_that_says_nothing_leaves_all_as_it_was() -> None:
     began = idle.now
     idle.find(all=NOT_CHECKED)
     assert idle.failed() == {"disk": idle.now - began}
+
+
+def test_what_goes_on_failing_after_a_job_has_failed_since_before_it() -> None:
+    idle = Idle()
+    idle.find(memory=FAILED, disk=FAILED)
+    began = idle.now
+    idle.idle = False
+    idle.turn()
+    idle.now += 7200.0
+    idle.idle = True
+    idle.find(memory=PASSED, disk=FAILED)
+    assert idle.failed() == {"disk": idle.now - began} and idle.confirmed() == {"disk"}
 
 
 def test_a_job_that_comes_ends_the_round_and_what_was_known() -> None:
@@ -182,9 +202,14 @@ def test_no_round_begins_beside_a_process_that_the_kernel_keeps(job_comes: bool)
     assert idle.until_round() == 1.0
 
 
-def test_outcomes_are_counted() -> None:
+def test_outcomes_are_counted_and_what_did_not_pass_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
     idle = Idle()
     idle.find(memory=PASSED, disk=FAILED, clock=NOTICED, shared_memory=NOT_CHECKED)
     for outcome in ("passed", "failed", "noticed", "not_checked"):
         name, labels = "holdfast_idle_checks_total", {"outcome": outcome}
         assert idle.metrics.registry.get_sample_value(name, labels) == 1.0
+    said = ["node_check_failed", "node_check_noticed", "node_not_checked"]
+    assert caplog.messages == said

@@ -58,10 +58,15 @@ class Cluster:
         self.idle_nodes.look()
         asyncio.run(self.record.synchronise())
 
-    def fails(self, *names: str, check: IdleCheck = IdleCheck.DISK) -> None:
+    def fails(self, *names: str, check: IdleCheck = IdleCheck.DISK, confirmed: bool = True) -> None:
         for name in names:
             since = self.failing_since.setdefault(name, self.now)
-            failed = FailedCheck(check=check, text="it is broken", failing_s=self.now - since)
+            failed = FailedCheck(
+                check=check,
+                text="it is broken",
+                failing_s=self.now - since,
+                confirmed=confirmed,
+            )
             self.views[name] = self.view(name, failed)
 
     def recorded(self) -> dict[str, list[tuple[str, str, str, float]]]:
@@ -144,7 +149,51 @@ def test_what_most_idle_nodes_have_in_common_is_said_once_and_counts_against_non
     assert {cluster.idle_nodes.rating(name) for name in cluster.views} == {CLEAN}
     assert cluster.posted == [] and cluster.recorded() == {}
     (said,) = caplog.messages
-    assert said.startswith("3 of 4 nodes without a job fail their checks")
+    assert said.startswith("3 of 4 nodes without a job fail the check of disk")
+    assert [cluster.value(GAUGE, node=name) for name in cluster.views] == [1.0, 1.0, 1.0, None]
+
+
+def test_a_check_that_fails_once_is_shown_and_recorded_when_it_fails_again() -> None:
+    cluster = Cluster()
+    cluster.fails("n2", confirmed=False)
+    cluster.look()
+    assert cluster.idle_nodes.rating("n2").score == 1.0, "for as long as it fails"
+    assert cluster.recorded() == {} and len(cluster.posted) == 1
+    assert cluster.value(COUNTER, kind="FailedCheck") == 0.0
+    began = cluster.now
+    cluster.now += 1800.0
+    cluster.fails("n2")
+    cluster.look()
+    assert cluster.recorded() == {"n2": [(FailureKind.FAILED_CHECK, "", "disk", began)]}
+    assert len(cluster.posted) == 1 and cluster.value(COUNTER, kind="FailedCheck") == 1.0
+
+
+def test_one_steady_fault_is_reported_once_whatever_jobs_come_and_others_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    cluster = Cluster()
+    for turn in range(11):
+        if turn % 2:
+            cluster.views["n2"] = NodeView(name="n2", connected=True)  # has a job
+        else:
+            cluster.fails("n2")
+        if turn % 3 == 2:  # most nodes
+            cluster.fails("n0", "n1", "n3", confirmed=False)
+        else:
+            cluster.views |= {name: cluster.view(name) for name in ("n0", "n1", "n3")}
+        cluster.look()
+        cluster.now += 3600.0
+    assert [len(found) for found in cluster.recorded().values()] == [1]
+    assert cluster.value(COUNTER, kind="FailedCheck") == 1.0
+    assert [name for name, _ in cluster.posted] == ["d-n2"]
+    assert sum(text.startswith("node n2") for text in caplog.messages) == 1
+    cluster.views = {name: cluster.view(name) for name in cluster.views}
+    cluster.look()
+    del cluster.failing_since["n2"]
+    cluster.fails("n2")
+    cluster.look()
+    assert len(cluster.posted) == 2, "it had passed meanwhile"
 
 
 def test_the_next_replica_finds_the_failure_recorded() -> None:
@@ -166,7 +215,7 @@ def test_another_check_that_fails_is_another_failure() -> None:
     cluster.look()
     (disk,) = cluster.views["n2"].failed_checks or ()
     cluster.now += 7200.0
-    memory = FailedCheck(check=IdleCheck.MEMORY, text="it flips", failing_s=0.0)
+    memory = FailedCheck(check=IdleCheck.MEMORY, text="it flips", failing_s=0.0, confirmed=True)
     cluster.views["n2"] = cluster.view("n2", memory, disk)
     cluster.look()
     assert [check for _, _, check, _ in cluster.recorded()["n2"]] == ["disk", "memory"]
