@@ -181,7 +181,7 @@ def check_disk(broken: Collection[int] = BROKEN) -> str:
     # `tempfile` would take another directory if this one is broken.
     directory = Path(os.environ.get("TMPDIR") or "/tmp")
     write = partial(
-        *(_write_and_compare, directory, DISK_BYTES, DISK_BYTES_S, broken, time.perf_counter)
+        _write_and_compare, directory, DISK_BYTES, DISK_BYTES_S, broken, time.perf_counter
     )
     with suppress(TooSlowError):  # something else may have used it for a while
         return write()

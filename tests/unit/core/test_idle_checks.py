@@ -57,8 +57,9 @@ def test_what_most_nodes_have_in_common_counts_against_none(
     assert len(found) == avoided and found.items() <= reports.items()
 
 
-def test_nodes_whose_checks_fail_for_reasons_of_their_own_excuse_each_other_not() -> None:
+def test_failures_of_different_checks_do_not_excuse_each_other() -> None:
     """Each check is counted by itself."""
+    reports: dict[str, tuple[FailedCheck, ...]]
     reports = {"a": (failed(IdleCheck.MEMORY),), "b": (failed(),)}
     assert nodes_to_avoid(reports) == reports
     common = failed(IdleCheck.CLOCK)

@@ -139,6 +139,8 @@ def test_a_check_that_goes_on_failing_without_a_job_is_one_failure_in_a_day() ->
     assert added(known, ("n3", check(24))) == known
     for other in (check(22), check(24, "memory"), check(24, job="team.moe"), check(24, "")):
         assert len(added(known, ("n3", other))["n3"]) == 2
+    of_job = [("n3", check(hours_ago, job="team.moe")) for hours_ago in (47, 24)]
+    assert len(added({}, *of_job)["n3"]) == 2
 
 
 @pytest.mark.parametrize("lasts", [FailureKind.STRAGGLING, FailureKind.CORRUPTION])
