@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from holdfast_host._environment import temporary_files
 from holdfast_host.results import (
     CheckFailedError,
     NotCheckedError,
@@ -178,10 +179,8 @@ def check_disk(broken: Collection[int] = BROKEN) -> str:
     Args:
         broken: errors of files that say that the disk is broken.
     """
-    # `tempfile` would take another directory if this one is broken.
-    directory = Path(os.environ.get("TMPDIR") or "/tmp")
     write = partial(
-        _write_and_compare, directory, DISK_BYTES, DISK_BYTES_S, broken, time.perf_counter
+        _write_and_compare, temporary_files(), DISK_BYTES, DISK_BYTES_S, broken, time.perf_counter
     )
     with suppress(TooSlowError):  # something else may have used it for a while
         return write()
