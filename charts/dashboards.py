@@ -30,6 +30,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_operator_node_failures_total",
         "holdfast_operator_hangs_total",
         "holdfast_operator_nodes_failed",
+        "holdfast_operator_idle_node_failed",
+        "holdfast_idle_checks_total",
         "holdfast_operator_nodes_avoided_total",
         "holdfast_restores_total",
         "holdfast_steps_repeated_total",

@@ -1,5 +1,5 @@
-"""What all tests share: reproducible Hypothesis runs, slow tests first or left out, and tests that
-need a GPU skip by name.
+"""What all tests share: reproducible Hypothesis runs, slow tests first or left out, tests that need
+a GPU, which skip by name, and faults planted in new processes.
 
 Fixtures of one part live beside that part's tests, not here.
 """
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,3 +119,14 @@ def _cuda_is_available() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes every Python process that starts afterwards run some text first."""
+
+    def planting(text: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    return planting

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from holdfast_core.idle_checks import IdleCheck
 from holdfast_core.kernel_messages import is_device
 from holdfast_core.quantities import format_count
 
@@ -40,6 +41,9 @@ REPEAT_S = 600.0
 """Time within which failures of a node in the same epoch of one job are one failure: a control
 loop that starts again may see it once more, and a node fails in several ways at once. A job that is
 made again begins its epochs anew. A node that is slow throughout an epoch failed once in it."""
+CHECK_REPEAT_S = 86400.0
+"""Time within which failures of the same check of a node without a job are one failure: a check
+that goes on failing is found again by a daemon that has started again."""
 FUTURE_S = 86400.0
 """How far ahead the clock of another writer may be. What is later is nonsense, and would never
 fade."""
@@ -105,9 +109,9 @@ class NodeFailure(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     kind: FailureKind
     job: str
-    """Key of the job."""
+    """Key of the job; empty if none was on the node."""
     epoch: int
-    """Epoch of the job in which it failed."""
+    """Epoch of the job in which it failed; 0 without a job."""
     at: float
     """Seconds since the Unix epoch."""
     alike: str = ""
@@ -115,6 +119,8 @@ class NodeFailure(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     step; empty for failures that are compared with no other."""
     device: str = ""
     """The GPU that failed, by its UUID or PCI address; empty where none is known."""
+    check: str = ""
+    """The check that failed; empty where it is not known."""
 
 
 Record = Mapping[str, tuple[NodeFailure, ...]]
@@ -316,6 +322,7 @@ def _bounded(failure: NodeFailure, now: float) -> NodeFailure:
         job=failure.job[:JOB_CHARACTERS_MAX],
         alike=failure.alike[:ALIKE_CHARACTERS],
         device=failure.device if is_device(failure.device) else "",
+        check=failure.check if failure.check in set(IdleCheck) else "",
         at=round(min(failure.at, now), AT_DIGITS),
     )
 
@@ -332,13 +339,16 @@ def _newest(failures: Iterable[NodeFailure], oldest: float) -> tuple[NodeFailure
             known = kept[same[0]]
             heavier = WEIGHTS[failure.kind] > WEIGHTS[known.kind]
             first, second = (failure, known) if heavier else (known, failure)
-            device = first.device or second.device
-            kept[same[0]] = msgspec.structs.replace(first, at=known.at, device=device)
+            device, check = first.device or second.device, first.check or second.check
+            kept[same[0]] = msgspec.structs.replace(first, at=known.at, device=device, check=check)
     return tuple(kept[-FAILURES_MAX:])
 
 
-def _order(failure: NodeFailure) -> tuple[float, str, str, int, str, str]:
-    return failure.at, failure.kind, failure.job, failure.epoch, failure.alike, failure.device
+def _order(failure: NodeFailure) -> tuple[float, str, str, int, str, str, str]:
+    return (
+        *(failure.at, failure.kind, failure.job, failure.epoch),
+        *(failure.alike, failure.device, failure.check),
+    )
 
 
 def _is_same(one: NodeFailure, other: NodeFailure) -> bool:
@@ -346,7 +356,8 @@ def _is_same(one: NodeFailure, other: NodeFailure) -> bool:
         return False
     if {one.kind, other.kind} & _LASTING:  # do not keep a failure that follows from counting
         return one.kind is other.kind
-    return abs(one.at - other.at) < REPEAT_S
+    is_same_check = not one.job and one.check != "" and one.check == other.check
+    return abs(one.at - other.at) < (CHECK_REPEAT_S if is_same_check else REPEAT_S)
 
 
 def age_in_words(seconds: float) -> str:

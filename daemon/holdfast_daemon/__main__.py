@@ -169,6 +169,14 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         help="seconds between two scrubs of the memory",
     )
     add(
+        "--idle-checks",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds between two checks of this node's processors, memory, disk and clock while "
+        "no job is on it; 0: never (default)",
+    )
+    add(
         "--protection-bandwidth",
         type=int,
         default=0,
@@ -281,6 +289,7 @@ def main(
             redis_url=options.redis or redis_url(),
             threads=options.threads,
             scrub_interval_s=options.scrub_interval,
+            idle_check_s=options.idle_checks,
             protection_bytes_s=options.protection_bandwidth,
             storage_locations=_locations(options),
             persist_grace_s=options.persist_grace,

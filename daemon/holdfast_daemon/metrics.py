@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
 from holdfast_core.metric_definitions import JOB_LABELS, Definition, MetricType, job_labels
+from holdfast_host.results import Outcome
 from holdfast_protos.connections.identity import ENDS
 
 _DURATION_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -71,6 +72,7 @@ _REVIEW = ("allowed", "denied", "failed", "shed")
 _MESSAGE = ("report", "directive", "suspect")
 _LIMITED = ("trainers", "peers")
 _CROWDED = ("arena", "bulk", "http")
+_CHECKED = tuple(outcome.value.replace(" ", "_") for outcome in Outcome)
 
 DEFINITIONS: tuple[Definition, ...] = (
     _counter("snapshots", "Snapshots of a rank that reached a stage.", *JOB_LABELS, stage=_STAGES),
@@ -268,6 +270,7 @@ DEFINITIONS: tuple[Definition, ...] = (
     _counter("rate_limited", "Calls refused because they came too fast.", service=_LIMITED),
     _counter("connections_shed", "Idle connections closed for new ones.", service=_CROWDED),
     _counter("jobs_refused", "Memberships refused because there are too many jobs."),
+    _counter("idle_checks", "Checks of this node made while no job was on it.", outcome=_CHECKED),
     _counter("catalogue_dropped", "Updates of the catalogue that were dropped."),
     _durations("loop_lag_seconds", "Delay of the daemon's event loop.", buckets=_LAG_BUCKETS_S),
 )

@@ -34,6 +34,7 @@ from holdfast_daemon.net.peers import PeerOutbox, PeerReader, PeerService
 from holdfast_daemon.net.serving import clear_socket, serve_peers, serve_trainers
 from holdfast_daemon.observing import status
 from holdfast_daemon.observing.http import HttpServer
+from holdfast_daemon.observing.idle_checks import IdleChecks
 from holdfast_daemon.observing.observer import NodeObserver
 from holdfast_daemon.observing.traffic import Traffic
 from holdfast_daemon.parity.changes import change_of
@@ -47,8 +48,10 @@ from holdfast_daemon.transport.client import BulkClient
 from holdfast_daemon.transport.protocol import Kind, Located, Request, probe_bytes
 from holdfast_daemon.transport.server import BulkServer
 from holdfast_daemon.transport.tls import ConnectionFactory
+from holdfast_host.idle_checks import start_idle_checks
 from holdfast_protos import codec, control_pb2
 from holdfast_protos.connections.identity_gauges import show_identity
+from holdfast_protos.idle_checks import idle_checks_to_proto
 from holdfast_protos.links import links_to_proto
 
 BULK_TIMEOUT_S = 5.0
@@ -110,6 +113,14 @@ class Node:
                 interval_s=settings.scrub_interval_s, rate_bytes_s=settings.scrub_rate_bytes_s
             )
         )
+        self._idle_checks: IdleChecks | None = None
+        if settings.idle_check_s:
+            self._idle_checks = IdleChecks(
+                settings.idle_check_s,
+                is_idle=lambda: not self.hosts and not self._agents.jobs(),
+                start=partial(start_idle_checks, settings.root),
+                metrics=self.metrics,
+            )
         self._servers: list[grpc.aio.Server] = []
         self._peer_address = ""
         self._control: ControlClient | None = None
@@ -156,7 +167,9 @@ class Node:
             )
             self._control.start()
         loop = asyncio.get_running_loop()
-        work = (self._beat(), self._give_back(), self._links.run())
+        work = [self._beat(), self._give_back(), self._links.run()]
+        if self._idle_checks is not None:
+            work.append(self._idle_checks.run())
         self._periodic = [loop.create_task(each) for each in work]
         _log.info(
             "daemon_started",
@@ -241,6 +254,7 @@ class Node:
 
     def heartbeat(self) -> control_pb2.Heartbeat:
         """The state of this node and its jobs, for the control loop."""
+        failed = None if self._idle_checks is None else self._idle_checks.report()
         return control_pb2.Heartbeat(
             protocol_version=codec.PROTOCOL_VERSION,
             node=self._settings.node,
@@ -253,6 +267,7 @@ class Node:
             jobs=[self._job_state(host) for host in self.hosts.values()],
             trainer_socket=str(self._settings.socket),
             awaited=sorted(job for job in self._agents.jobs() if job not in self.hosts),
+            idle_checks=None if failed is None else idle_checks_to_proto(failed),
         )
 
     def _job_state(self, host: JobHost) -> control_pb2.JobState:

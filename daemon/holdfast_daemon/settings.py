@@ -13,6 +13,8 @@ from holdfast_daemon.transport.tls import Protection
 from holdfast_protos.connections.identity import Identity
 
 SOCKET_PATH_BYTES_MAX = 107
+IDLE_CHECK_S_MIN, IDLE_CHECK_S_MAX = 60.0, 31536000.0
+"""Intervals at which a node without a job may be checked, as for launchers that wait."""
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Directory in which Kubernetes mounts a pod's token and the cluster's CA."""
 
@@ -86,6 +88,8 @@ class DaemonSettings:
     limit."""
     storage_locations: tuple[StorageLocation, ...] | None = ()
     """Locations that jobs may persist to, by their namespaces. Empty: none; None: anywhere."""
+    idle_check_s: float = 0.0
+    """Interval at which the node is checked while no job is on it; 0: never."""
     persist_grace_s: float = 20.0
     """Time for which a stopping daemon waits until generations that are due soon are persisted."""
 
@@ -119,6 +123,14 @@ class DaemonSettings:
             raise InvalidJobError(
                 f"--protection-bandwidth {self.protection_bytes_s} is too little to protect "
                 f"anything in time; give {BANDWIDTH_BYTES_S_MIN} or more, or 0 for no limit"
+            )
+        if not (
+            self.idle_check_s == 0 or IDLE_CHECK_S_MIN <= self.idle_check_s <= IDLE_CHECK_S_MAX
+        ):
+            raise InvalidJobError(
+                f"--idle-checks {self.idle_check_s:g} is no interval at which a node can be "
+                f"checked; give {IDLE_CHECK_S_MIN:g} to {IDLE_CHECK_S_MAX:g} seconds, or 0 for no "
+                f"checks"
             )
         if not self.persist_grace_s >= 0:
             raise InvalidJobError(

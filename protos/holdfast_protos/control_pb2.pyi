@@ -36,6 +36,7 @@ class Heartbeat(_message.Message):
     JOBS_FIELD_NUMBER: _builtins.int
     TRAINER_SOCKET_FIELD_NUMBER: _builtins.int
     AWAITED_FIELD_NUMBER: _builtins.int
+    IDLE_CHECKS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     node: _builtins.str
     memory_id: _builtins.str
@@ -51,6 +52,10 @@ class Heartbeat(_message.Message):
     def awaited(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """jobs without a member here for whose world an agent waits here"""
 
+    @_builtins.property
+    def idle_checks(self) -> Global___IdleChecks:
+        """absent unless no job is here and a check has proved something"""
+
     def __init__(
         self,
         *,
@@ -65,14 +70,71 @@ class Heartbeat(_message.Message):
         jobs: _abc.Iterable[Global___JobState] | None = ...,
         trainer_socket: _builtins.str = ...,
         awaited: _abc.Iterable[_builtins.str] | None = ...,
+        idle_checks: Global___IdleChecks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["idle_checks", b"idle_checks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "bulk_address", b"bulk_address", "incarnation", b"incarnation", "jobs", b"jobs", "memory_budget_bytes", b"memory_budget_bytes", "memory_id", b"memory_id", "memory_used_bytes", b"memory_used_bytes", "node", b"node", "peer_address", b"peer_address", "protocol_version", b"protocol_version", "trainer_socket", b"trainer_socket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "bulk_address", b"bulk_address", "idle_checks", b"idle_checks", "incarnation", b"incarnation", "jobs", b"jobs", "memory_budget_bytes", b"memory_budget_bytes", "memory_id", b"memory_id", "memory_used_bytes", b"memory_used_bytes", "node", b"node", "peer_address", b"peer_address", "protocol_version", b"protocol_version", "trainer_socket", b"trainer_socket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class IdleChecks(_message.Message):
+    """What checks of this node have found. There is none before one of them has proved something since
+    no job has been on the node.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FAILED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailedCheck]:
+        """those that have not passed since"""
+
+    def __init__(
+        self,
+        *,
+        failed: _abc.Iterable[Global___FailedCheck] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IdleChecks: _TypeAlias = IdleChecks  # noqa: Y015
+
+@_typing.final
+class FailedCheck(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECK_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    FAILING_S_FIELD_NUMBER: _builtins.int
+    CONFIRMED_FIELD_NUMBER: _builtins.int
+    check: _builtins.str
+    text: _builtins.str
+    failing_s: _builtins.float
+    """since it failed for the first time"""
+    confirmed: _builtins.bool
+    """it has failed in two rounds or more"""
+    def __init__(
+        self,
+        *,
+        check: _builtins.str = ...,
+        text: _builtins.str = ...,
+        failing_s: _builtins.float = ...,
+        confirmed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "confirmed", b"confirmed", "failing_s", b"failing_s", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FailedCheck: _TypeAlias = FailedCheck  # noqa: Y015
 
 @_typing.final
 class JobState(_message.Message):

@@ -328,6 +328,7 @@ def _locations(pod: Document) -> list[StorageLocation]:
             {"daemon": {"updateStrategy": {"type": "Recreate"}}},
             "must be one of 'Protected', 'OnDelete', 'RollingUpdate'",
         ),
+        ({"daemon": {"idleCheckSeconds": 9}}, "'/daemon/idleCheckSeconds'"),
         ({"daemon": {"protectionBandwidth": "9M"}}, "9M is too little to protect anything in time"),
         ({"daemon": {"protectionBandwidth": 9}}, "'/daemon/protectionBandwidth': minimum"),
         ({"operator": {"watchNamespaces": "a"}}, "'/operator/watchNamespaces': got string"),

@@ -7,7 +7,9 @@ import torch
 from machines import Machine
 
 from holdfast import node_checks
-from holdfast.node_checks import NodeChecks, Outcome, check_devices
+from holdfast.node_checks import NodeChecks, check_devices
+from holdfast_host.checks import known_product
+from holdfast_host.results import CheckFailedError, Outcome
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -34,6 +36,6 @@ def test_a_product_that_is_wrong_in_one_element_is_found(
         return found
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", wrong)
-    product = torch.from_numpy(node_checks.known_product())
-    with pytest.raises(node_checks.CheckFailedError, match=r"multiplied torch\.bfloat16"):
+    product = torch.from_numpy(known_product())
+    with pytest.raises(CheckFailedError, match=r"multiplied torch\.bfloat16"):
         node_checks._check_device(torch.device(machine.kind), product)

@@ -13,7 +13,7 @@ COLUMNS_MAX = 100
 GENERATED = {"docs/job.md"}
 """Text that comes from the sources."""
 FOLDERS = (
-    "benchmarks|charts|cli|core|crds|daemon|docs|examples|gpu|operator|protos|storage|tests"
+    "benchmarks|charts|cli|core|crds|daemon|docs|examples|gpu|host|operator|protos|storage|tests"
     "|trainer_sdk"
 )
 DOCUMENTS = sorted(

@@ -51,10 +51,11 @@ from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous
 from holdfast._launch.script import do_nothing, run_script
 from holdfast._launch.stderr import StderrLogs, WorkerStderr
 from holdfast._launch.work import WorkWatch
-from holdfast.node_checks import CheckFailedError, DaemonAddress, NodeChecks, RepeatedChecks
+from holdfast.node_checks import DaemonAddress, NodeChecks, RepeatedChecks
 from holdfast_core.errors import AccessDeniedError, InvalidJobError, UnreachableError
 from holdfast_core.exit_codes import DENIED, FAILED_CHECK, JOB_ENDED, NO_DAEMON, PROCESS_ENDS
 from holdfast_core.job.failures import RECHECK_S, REFORM_S
+from holdfast_host.results import CheckFailedError
 
 log = logging.getLogger(__name__)
 

@@ -15,25 +15,20 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import errno
-import hashlib
-import json
 import logging
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +40,19 @@ from holdfast._launch.kernel_log import KernelLog
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.kernel_messages import KernelMessage, gpu_id
 from holdfast_core.node_failures import age_in_words
+from holdfast_host import checks as host_checks
+from holdfast_host.checks import SIZE, fast_enough, known_product, matrices
+from holdfast_host.processes import KILL_S, CheckProcess
+from holdfast_host.results import (
+    CheckFailedError,
+    NotCheckedError,
+    NoticedError,
+    Outcome,
+    TooSlowError,
+    failures_in_words,
+    run_checks,
+    write_results,
+)
 from holdfast_protos import trainer_pb2
 
 log = logging.getLogger(__name__)
@@ -52,35 +60,15 @@ log = logging.getLogger(__name__)
 LIMIT_S = 330.0
 """Time within which all checks must have ended: devices of a large machine take 20 s to start, and
 a busy machine imports torch for a minute."""
-KILL_S = 5.0
-"""Time within which a process ends that is killed, unless the kernel does not let go of it."""
-OUTPUT_BYTES_MAX = 64 << 20
-"""Bytes that are read of what that process has written."""
-STOP_S = 1.0
-"""Time that a launcher waits for the end of a process whose results it no longer needs."""
-OF_PROCESSORS = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE}
-"""Signals for what an instruction did."""
-COMPUTE_S = 0.3
-"""Time for which every processor computes."""
-SIZE = 256
-"""Rows of the matrices with a known product. Their elements are -1, 0 and 1, so that each sum is an
-integer that is exact in every floating-point type."""
 TILES = 16
 """Times that the product is repeated in each direction on a GPU, so that all of it takes part."""
-PRODUCT_SHA256 = "965a898d52d9499a"
-"""Beginning of the digest of that product, of int32 in rows, little-endian."""
-MEMORY_BYTES, FILE_BYTES, DISK_BYTES = 256 << 20, 64 << 20, 16 << 20
-"""Bytes that are copied in memory and to devices, written to /dev/shm, and to disk."""
-MEMORY_BYTES_S, SHARED_BYTES_S, DISK_BYTES_S, DEVICE_BYTES_S = 2e8, 2e7, 1e6, 1e9
-"""Rates in bytes per second below which something is wrong, even if others use the machine: a
-healthy one is more than ten times as fast."""
-PATTERNS = (0x00, 0xFF, 0x55, 0xAA)
-TIME_MIN = 1735689600.0
-"""A clock before 2025 is wrong, and certificates are not valid yet."""
+MEMORY_BYTES, SHARED_BYTES = 256 << 20, 64 << 20
+"""Bytes that are copied in memory and to devices, and written to /dev/shm."""
+DEVICE_BYTES_S = 1e9
+"""Rate of copies in bytes per second below which something is wrong: a healthy device is more than
+ten times as fast."""
 PR_SET_PDEATHSIG = 1
 """Operation of prctl(2)."""
-CLOCK_UNSYNCHRONISED = 0x40
-"""STA_UNSYNC of adjtimex(2)."""
 ALL_REDUCE_BYTES = 16 << 20
 """Bytes that each device contributes to the sum."""
 BEGIN_S = 90.0
@@ -122,45 +110,6 @@ SHARED = Path("/dev/shm")
 YES, NO = {"1", "yes", "active"}, {"0", "no", "not active"}
 """What nvidia-smi says where something is so, and where it is not. Besides, it says in many words
 that it does not know."""
-BROKEN = {errno.EIO, errno.EUCLEAN, errno.EREMOTEIO, errno.ENXIO, errno.ENODEV}
-"""Errors of files that say that what holds them is broken; all others prove nothing."""
-
-
-class Outcome(StrEnum):
-    """Result of a check."""
-
-    PASSED = "passed"
-    FAILED = "failed"
-    """The node must not take part."""
-    NOTICED = "noticed"
-    """Somebody should look at it; it keeps no node from taking part."""
-    NOT_CHECKED = "not checked"
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What one check found."""
-
-    check: str
-    outcome: Outcome
-    text: str
-    """In words, with the measured value and its limit."""
-
-
-class CheckFailedError(Exception):
-    """The node gave wrong bytes, or was too slow; the message says what and where."""
-
-
-class TooSlowError(CheckFailedError):
-    """The node was too slow. Beside other work that is noticed, and is no failure."""
-
-
-class NoticedError(Exception):
-    """Somebody should look at it; the message says at what."""
-
-
-class NotCheckedError(Exception):
-    """The check cannot be made here; the message says why."""
 
 
 # --- processors and memory ------------------------------------------------------------------------
@@ -172,167 +121,17 @@ def check_processors() -> str:
     import torch  # noqa: PLC0415
 
     torch.set_num_threads(1)  # so that a thread's product is computed on its own processor
-    one, other = (torch.from_numpy(each) for each in _matrices())
-    digest = hashlib.sha256(bytes(1 << 20)).hexdigest()
+    one, other = (torch.from_numpy(each) for each in matrices())
     product = known_product()
-    processors = sorted(os.sched_getaffinity(0))
-    wrong: list[str] = []
-    unable: list[str] = []
 
-    def compute(processor: int) -> None:
-        try:
-            os.sched_setaffinity(0, {processor})  # of this thread
-        except OSError as error:
-            unable.append(f"processor {processor}: {error.strerror}")
-            return
-        until = time.monotonic() + COMPUTE_S
-        while True:
-            for dtype in (torch.float32, torch.float64):
-                found = (one.to(dtype) @ other.to(dtype)).to(torch.int32).numpy()
-                if not np.array_equal(found, product):
-                    wrong.append(f"processor {processor} multiplied {dtype} matrices wrongly")
-                    return
-            if hashlib.sha256(bytes(1 << 20)).hexdigest() != digest:
-                wrong.append(f"processor {processor} computed a wrong digest")
-                return
-            if time.monotonic() > until:
-                return
+    def multiply() -> str:
+        for dtype in (torch.float32, torch.float64):
+            found = (one.to(dtype) @ other.to(dtype)).to(torch.int32).numpy()
+            if not np.array_equal(found, product):
+                return f"{dtype} matrices"
+        return ""
 
-    threads = [threading.Thread(target=compute, args=(number,)) for number in processors]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if wrong:
-        raise CheckFailedError("; ".join(wrong[:4]))
-    if len(unable) == len(processors):
-        raise NotCheckedError(unable[0])
-    return f"{len(processors) - len(unable)} processors gave the known answers"
-
-
-def known_product() -> np.ndarray:
-    """The product of the matrices, int32 of shape (`SIZE`, `SIZE`), by integers alone.
-
-    Raises:
-        CheckFailedError: it is not the known one.
-    """
-    one, other = (each.astype(np.int32) for each in _matrices())
-    product: np.ndarray = one @ other
-    if hashlib.sha256(product.tobytes()).hexdigest()[: len(PRODUCT_SHA256)] != PRODUCT_SHA256:
-        raise CheckFailedError("a product of integers is not the known one")
-    return product
-
-
-def _matrices() -> tuple[np.ndarray, np.ndarray]:
-    """Two matrices of -1, 0 and 1, int8 of shape (`SIZE`, `SIZE`)."""
-    digests = (hashlib.shake_256(word).digest(SIZE * SIZE) for word in (b"one", b"other"))
-    one, other = (np.frombuffer(digest, np.uint8).reshape(SIZE, SIZE) for digest in digests)
-    return (one % 3).astype(np.int8) - 1, (other % 3).astype(np.int8) - 1
-
-
-def check_memory() -> str:
-    """Write patterns to memory, copy them, and compare."""
-    nbytes = min(MEMORY_BYTES, _memory_available() // 8)
-    if nbytes < 1 << 20:
-        raise NotCheckedError("too little memory is free")
-    source, copy = np.empty(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    took_s = float("inf")
-    for pattern in PATTERNS:
-        source.fill(pattern)
-        began = time.thread_time()  # who else uses the processor is no fault of the memory
-        np.copyto(copy, source)
-        took_s = min(took_s, time.thread_time() - began)
-        if not (copy == pattern).all():
-            bad = int(np.flatnonzero(copy != pattern)[0])
-            raise CheckFailedError(
-                f"byte {bad} of {nbytes} is {copy[bad]:#04x} instead of {pattern:#04x}"
-            )
-    return _fast_enough("copies", nbytes / took_s, MEMORY_BYTES_S)
-
-
-def _memory_available() -> int:
-    """Bytes that may still be used, also by the limit of a container's cgroup."""
-    found = []
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        found += [int(limit) - used] if limit != "max" else []
-    except (OSError, ValueError):
-        pass
-    return max(0, min(found, default=0))
-
-
-# --- files and the clock --------------------------------------------------------------------------
-
-
-def check_shared_memory() -> str:
-    """Write to /dev/shm, through which saves go, and compare."""
-    if not SHARED.is_dir():
-        raise NotCheckedError(f"there is no {SHARED}")
-    return _write_and_compare(SHARED, FILE_BYTES, SHARED_BYTES_S, time.thread_time)
-
-
-def check_disk() -> str:
-    """Write to the directory of temporary files, and compare."""
-    directory = Path(tempfile.gettempdir())
-    with suppress(TooSlowError):  # something else may have used it for a while
-        return _write_and_compare(directory, DISK_BYTES, DISK_BYTES_S, time.perf_counter)
-    return _write_and_compare(directory, DISK_BYTES, DISK_BYTES_S, time.perf_counter)
-
-
-def _write_and_compare(
-    directory: Path, nbytes: int, limit_bytes_s: float, clock: Callable[[], float]
-) -> str:
-    data = hashlib.shake_256(b"holdfast").digest(1 << 20)
-    count = nbytes >> 20
-    try:
-        free = shutil.disk_usage(directory).free
-        if free < 2 * nbytes:
-            raise NotCheckedError(f"only {free >> 20} MiB of {directory} are free")
-        with tempfile.TemporaryFile(dir=directory) as file:
-            began = clock()
-            for _ in range(count):
-                file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            took_s = clock() - began
-            # So that it is read from the disk, if there is one.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            file.seek(0)
-            for number in range(count):
-                if file.read(len(data)) != data:
-                    raise CheckFailedError(f"MiB {number} of a file in {directory} came back wrong")
-    except OSError as error:
-        kind = CheckFailedError if error.errno in BROKEN else NotCheckedError
-        raise kind(f"{directory}: {error.strerror}") from error
-    return _fast_enough(f"writes to {directory}", nbytes / took_s, limit_bytes_s)
-
-
-def _fast_enough(what: str, bytes_s: float, limit_bytes_s: float) -> str:
-    text = f"{what} reach {bytes_s / 1e9:.3g} GB/s"
-    if bytes_s < limit_bytes_s:
-        raise TooSlowError(f"{text}, and should reach at least {limit_bytes_s / 1e9:.3g}")
-    return text
-
-
-def check_clock() -> str:
-    """Ask the kernel whether the clock is right."""
-    now = time.time()
-    if now < TIME_MIN:
-        raise CheckFailedError(f"the clock says {time.strftime('%Y-%m-%d', time.gmtime(now))}")
-    libc = ctypes.CDLL(None, use_errno=True)
-    state = (ctypes.c_long * 32)()  # struct timex; its modes are 0: nothing is set
-    if sys.maxsize < 1 << 32 or libc.adjtimex(ctypes.byref(state)) < 0:
-        raise NotCheckedError("the kernel does not say whether the clock is synchronised")
-    if ctypes.c_int(state[5]).value & CLOCK_UNSYNCHRONISED:
-        raise NoticedError(
-            "the kernel says that no time service synchronises the clock; times in logs of "
-            "different nodes may not be comparable"
-        )
-    return "synchronised"
+    return host_checks.check_processors(multiply)
 
 
 # --- devices --------------------------------------------------------------------------------------
@@ -350,10 +149,10 @@ def check_devices() -> str:
         for number in range(torch.cuda.device_count())
     ]
     to, back = (min(each) for each in zip(*rates, strict=True))
-    there = _fast_enough(
+    there = fast_enough(
         f"{len(rates)} GPUs gave the known answers; copies to them", to, DEVICE_BYTES_S
     )
-    return f"{there}; {_fast_enough('copies back', back, DEVICE_BYTES_S)}"
+    return f"{there}; {fast_enough('copies back', back, DEVICE_BYTES_S)}"
 
 
 def _beside(check: Callable[[], str]) -> str:
@@ -372,7 +171,7 @@ def _check_device(device: Any, product: Any) -> tuple[float, float]:
     """Bytes per second of copies to a device, and back."""
     import torch  # noqa: PLC0415
 
-    one, other = (torch.from_numpy(each).to(device) for each in _matrices())
+    one, other = (torch.from_numpy(each).to(device) for each in matrices())
     is_cuda = device.type == "cuda"
     expected, times = product.to(device), TILES if is_cuda else 1
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -757,10 +556,10 @@ def checks_of(
 
     return {
         "processors": check_processors,
-        "memory": check_memory,
-        "shared memory": check_shared_memory,
-        "disk": check_disk,
-        "clock": check_clock,
+        "memory": partial(host_checks.check_memory, MEMORY_BYTES),
+        "shared memory": partial(host_checks.check_shared_memory, SHARED, SHARED_BYTES),
+        "disk": host_checks.check_disk,
+        "clock": host_checks.check_clock,
         "GPUs": of_devices(check_devices),
         "GPU clocks": of_devices(check_device_clocks),
         "GPU memory": check_device_memory,
@@ -773,24 +572,7 @@ def checks_of(
 # --- all of them ----------------------------------------------------------------------------------
 
 
-def run_checks(daemon: DaemonAddress | None, *, beside: bool) -> Iterator[Result]:
-    """Run all checks in this process, one after the other. For `main`: who wants results calls
-    `NodeChecks`."""
-    for name, check in checks_of(daemon, beside=beside).items():
-        try:
-            yield Result(name, Outcome.PASSED, check())
-        except TooSlowError as error:
-            yield Result(name, Outcome.NOTICED if beside else Outcome.FAILED, str(error))
-        except CheckFailedError as error:
-            yield Result(name, Outcome.FAILED, str(error))
-        except NoticedError as error:
-            yield Result(name, Outcome.NOTICED, str(error))
-        except Exception as error:  # what a check cannot do proves nothing about the node
-            text = str(error) or type(error).__name__
-            yield Result(name, Outcome.NOT_CHECKED, text)
-
-
-class NodeChecks:
+class NodeChecks(CheckProcess):
     """Checks that run in a process of their own, from the construction on.
 
     Args:
@@ -809,24 +591,8 @@ class NodeChecks:
             *(("--beside",) if beside else ()),
             *(("--niceness", str(niceness)) if niceness else ()),
         )
-        self._beside = beside
-        self._until = time.monotonic() + LIMIT_S
-        self._problem = ""
-        """Why the process could not be started."""
-        with ExitStack() as opened:
-            try:
-                # In memory, and not in a pipe: nobody reads it before the end, and NCCL may write
-                # much.
-                output = os.fdopen(os.memfd_create("node-checks"), "rb")
-                self._output = opened.enter_context(output)
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "holdfast.node_checks", *options],
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._output,
-                )
-                opened.pop_all()
-            except OSError as error:
-                self._problem = f"no process can be started: {error.strerror}"
+        names = list(checks_of(None))
+        super().__init__("holdfast.node_checks", options, names, limit_s=LIMIT_S, beside=beside)
 
     def require(self) -> None:
         """Wait for the results, as `results` does, and log them.
@@ -841,57 +607,6 @@ class NodeChecks:
         if failures := failures_in_words(results):
             log.error("this node does not take part: %s", failures)
             raise CheckFailedError(failures)
-
-    def is_over(self) -> bool:
-        """Whether `results` would not wait for the process."""
-        return bool(self._problem) or (
-            self._process.poll() is not None or time.monotonic() > self._until
-        )
-
-    def results(self) -> list[Result]:
-        """Wait for the results, for `LIMIT_S` at most. If an instruction ended the process, or it
-        did not end, the check that it was at has failed. Beside other work, one that did not end
-        proves nothing: it may have had too little of the processors."""
-        if self._problem:
-            return [Result("all", Outcome.NOT_CHECKED, self._problem)]
-        try:
-            self._process.wait(max(0.0, self._until - time.monotonic()))
-            outcome, end = self._end()
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            with suppress(subprocess.TimeoutExpired):  # the kernel does not let go of it
-                self._process.wait(KILL_S)
-            outcome = Outcome.NOT_CHECKED if self._beside else Outcome.FAILED
-            end = f"did not end within {LIMIT_S:.0f} s"
-        written = os.pread(self._output.fileno(), OUTPUT_BYTES_MAX, 0)
-        self._output.close()
-        lines = written.decode(errors="replace").splitlines()
-        found = [result for line in lines if (result := _read_result(line)) is not None]
-        names = list(checks_of(None))
-        if end and len(found) < len(names):
-            check = names[len(found)]
-            found.append(Result(check, outcome, f"the process that checks {end}"))
-        return found
-
-    def stop(self) -> None:
-        """End the process, if it has not ended."""
-        if not self._problem:
-            self._process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_S)
-            self._output.close()
-
-    def _end(self) -> tuple[Outcome, str]:
-        """What the end of the process says about the node, and how it ended; empty if as usual."""
-        code = self._process.returncode
-        if code < 0:
-            # Other signals come from others, as that for a lack of memory does.
-            broken = -code in OF_PROCESSORS
-            return (
-                Outcome.FAILED if broken else Outcome.NOT_CHECKED,
-                f"was ended by signal {-code}",
-            )
-        return Outcome.NOT_CHECKED, f"ended with code {code}" if code else ""
 
 
 class RepeatedChecks:
@@ -941,21 +656,6 @@ class RepeatedChecks:
         return time.monotonic() + self._pause_s * factor
 
 
-def failures_in_words(results: Sequence[Result]) -> str:
-    """What has failed, in one line; empty if nothing has."""
-    failed = [each for each in results if each.outcome is Outcome.FAILED]
-    return "; ".join(f"{each.check}: {each.text}" for each in failed)
-
-
-def _read_result(line: str) -> Result | None:
-    """The result in a line; None for what something else has written."""
-    try:
-        document = json.loads(line)
-        return Result(document["check"], Outcome(document["outcome"]), document["text"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all checks, and write each result as a line of JSON once it is there. Returns 1 if one
     has failed."""
@@ -987,11 +687,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     daemon = DaemonAddress(socket=args.socket, job=args.job) if named else daemon_of_environment()
     if args.niceness:
         os.setpriority(os.PRIO_PROCESS, 0, args.niceness)
-    failed = False
-    for result in run_checks(daemon, beside=args.beside):
-        print(json.dumps(asdict(result)), flush=True)
-        failed |= result.outcome is Outcome.FAILED
-    return int(failed)
+    checks = checks_of(daemon, beside=args.beside)
+    return int(write_results(run_checks(checks, beside=args.beside)))
 
 
 if __name__ == "__main__":

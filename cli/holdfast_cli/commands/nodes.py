@@ -193,6 +193,7 @@ def as_json(
                     {
                         "kind": failure.kind.value,
                         "device": failure.device,
+                        "check": failure.check,
                         "job": failure.job,
                         "epoch": failure.epoch,
                         "at": failure.at,
@@ -249,7 +250,9 @@ def _failures(
     count."""
     for failure in failures[: -SHOWN - 1 : -1]:
         device = f" ({failure.device})" if failure.device else ""
-        what = f"{IN_WORDS[failure.kind]}{device}, {failure.job} in epoch {failure.epoch}"
+        check = f" of {failure.check}" if failure.check else ""
+        where = f"{failure.job} in epoch {failure.epoch}" if failure.job else "without a job"
+        what = f"{IN_WORDS[failure.kind]}{check}{device}, {where}"
         why = " (alike on several nodes: does not count)" if failure in pardoned else ""
         yield f"{what}, {age_in_words(now - failure.at)} ago{why}"
     more = len(failures) - SHOWN

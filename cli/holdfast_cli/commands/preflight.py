@@ -12,6 +12,7 @@ from rich.text import Text
 
 from holdfast_cli import exit_codes
 from holdfast_cli.commands.show import make_table
+from holdfast_host.results import failures_in_words
 
 STYLES: Mapping[str, str] = {
     "passed": "green",
@@ -23,11 +24,7 @@ STYLES: Mapping[str, str] = {
 
 def preflight(options: argparse.Namespace) -> int:
     """Carry out `holdfast preflight`; returns the exit code."""
-    from holdfast.node_checks import (  # noqa: PLC0415
-        NodeChecks,
-        daemon_of_environment,
-        failures_in_words,
-    )
+    from holdfast.node_checks import NodeChecks, daemon_of_environment  # noqa: PLC0415
 
     with Console(stderr=True).status("checking this node, which takes a few seconds ..."):
         results = NodeChecks(daemon_of_environment()).results()

@@ -319,10 +319,10 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
                 "more": "With checkNodes. Checks are repeated, with the lowest priority and on "
                 "idle GPUs only, while a launcher waits for its first world: that of a member "
                 "that waits for other nodes, or to join, and on spares of `holdfast run`. On "
-                "spares in Kubernetes no launcher waits, so nothing is checked there. Each "
-                "pause is up to a quarter shorter or longer. A node that fails one is treated as "
-                "one that fails before it takes part; what is only slow is noticed in the "
-                "launcher's log. Applies to pods that start after an edit."
+                "spares in Kubernetes no launcher waits; daemon.idleCheckSeconds of the chart has "
+                "daemons check them. Each pause is up to a quarter shorter or longer. A node that "
+                "fails one is treated as one that fails before it takes part; what is only slow is "
+                "noticed in the launcher's log. Applies to pods that start after an edit."
             },
         ),
     ] = RECHECK_S

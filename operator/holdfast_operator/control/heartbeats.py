@@ -20,6 +20,7 @@ from holdfast_operator.reconciler.observe.views import (
 from holdfast_protos import codec, control_pb2, values_pb2
 from holdfast_protos.divergences import divergence_from_proto
 from holdfast_protos.expert_plans import plan_from_proto
+from holdfast_protos.idle_checks import idle_checks_from_proto
 from holdfast_protos.inspections import processes_from_proto
 from holdfast_protos.links import links_from_proto
 from holdfast_protos.losses import loss_from_proto
@@ -42,6 +43,11 @@ def node_view(
         trainer_socket=heartbeat.trainer_socket,
         memory_budget_bytes=heartbeat.memory_budget_bytes,
         memory_used_bytes=heartbeat.memory_used_bytes,
+        failed_checks=(
+            idle_checks_from_proto(heartbeat.idle_checks)
+            if heartbeat.HasField("idle_checks")
+            else None
+        ),
     )
 
 

@@ -109,6 +109,7 @@ DEFINITIONS: tuple[Definition, ...] = (
     _counter("hangs", "Hangs whose processes were inspected.", kind=HangKind),
     _counter("nodes_avoided", "Choices in which nodes were avoided because they had failed."),
     _gauge("nodes_failed", "Nodes that have failed lately, and are avoided."),
+    _gauge("idle_node_failed", "1 for a node without a job that fails its checks.", "node"),
     _counter("jobs_ended", "Jobs that ended.", outcome=Outcome),
     _counter("pods_created", "Trainer pods created."),
     _counter("pods_deleted", "Trainer pods deleted.", force=("true", "false")),

@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
 
-from holdfast_core.node_failures import CLEAN, Rating
 from holdfast_core.suspect_nodes import SuspectPolicy
 from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.client.api import Api
@@ -40,6 +39,7 @@ from holdfast_operator.kube.cluster.daemons import (
     with_daemon,
     without_daemon,
 )
+from holdfast_operator.kube.cluster.idle_nodes import IdleNodes
 from holdfast_operator.kube.cluster.node_record import NodeRecord
 from holdfast_operator.kube.cluster.nodes import KubeNode, read_node
 from holdfast_operator.kube.cluster.notices import NOTICES
@@ -231,8 +231,9 @@ class OperatorReplica:
                 async with asyncio.timeout(FIRST_LISTS_S):
                     for watch in welcome:
                         await watch.synced.wait()
-            self._fleet.begin(self._world())
-            tasks.append(asyncio.create_task(self._fleet.run()))
+            idle_nodes = self._idle_nodes()
+            self._fleet.begin(self._world(idle_nodes))
+            tasks += [asyncio.create_task(each) for each in (self._fleet.run(), idle_nodes.run())]
             if (suspects := self._suspect_nodes()) is not None:
                 tasks.append(asyncio.create_task(suspects.run()))
             stack.push_async_callback(self._recorder.flush, LAST_EVENTS_S)
@@ -254,7 +255,7 @@ class OperatorReplica:
         self._ready = True
         self._catch_signals(self)
 
-    def _world(self) -> LoopContext:
+    def _world(self, idle_nodes: IdleNodes) -> LoopContext:
         clock = time.monotonic
         return LoopContext(
             api=self._api,
@@ -266,7 +267,7 @@ class OperatorReplica:
                 self._room,
                 daemon_returns=self._daemons.returns,
                 requests_of=self._fleet.requests_of,
-                rating_of=self._rating,
+                rating_of=idle_nodes.rating,
                 clock=clock,
             ),
             pods=self._pods,
@@ -297,6 +298,18 @@ class OperatorReplica:
             status_s=self._fleet.status_s,
         )
 
+    def _idle_nodes(self) -> IdleNodes:
+        """What is known of nodes without a job."""
+        return IdleNodes(
+            self._options.namespace,
+            self._node_record,
+            nodes=self._server.nodes,
+            pods=lambda: self._daemon_cache.all().values(),
+            post=self._recorder.post,
+            metrics=self._metrics,
+            wall=time.time,
+        )
+
     def _suspect_nodes(self) -> SuspectNodes | None:
         """What is done to nodes that fail again and again; None when nothing is."""
         if self._node_record is None or self._options.suspect_nodes is SuspectPolicy.NONE:
@@ -309,9 +322,6 @@ class OperatorReplica:
             training=lambda: with_daemon(self._daemon_cache.all().values(), self._server.nodes()),
             post=self._recorder.post,
         )
-
-    def _rating(self, node: str) -> Rating:
-        return CLEAN if self._node_record is None else self._node_record.rating(node)
 
     def _watch(
         self,

@@ -53,6 +53,7 @@ VALUE_SETS: dict[str, Document] = {
         },
         "daemon": {
             "cpu": {"request": 2, "limit": "8"},
+            "idleCheckSeconds": 1800,
             "protectionBandwidth": "1.5G",
             "updateStrategy": {"type": "RollingUpdate", "maxUnavailable": "10%"},
             "serviceAccount": {"annotations": {"team": "a"}},

@@ -156,7 +156,7 @@ def test_the_distributions_hold_the_packages_with_types_and_protocol(
         names = set(archive.namelist())
     tops = {name.partition("/")[0] for name in names}
     packages = {"holdfast", "holdfast_core", "holdfast_daemon", "holdfast_operator"}
-    packages |= {"holdfast_cli", "holdfast_protos", "holdfast_storage"}
+    packages |= {"holdfast_cli", "holdfast_host", "holdfast_protos", "holdfast_storage"}
     assert {top for top in tops if not top.endswith(".dist-info")} == packages
     assert {f"{package}/py.typed" for package in packages} <= names
     assert {"holdfast_protos/trainer.proto", "holdfast_protos/trainer_pb2.pyi"} <= names
@@ -258,7 +258,7 @@ def test_an_import_without_torch_names_what_to_install(environment: Environment)
     "group, packages",
     [
         pytest.param("trainer", ["holdfast"], marks=pytest.mark.slow),
-        ("daemon", ["holdfast_daemon", "holdfast_storage"]),
+        ("daemon", ["holdfast_daemon", "holdfast_host", "holdfast_storage"]),
         pytest.param(
             "catalogue",
             ["holdfast_daemon.observing", "holdfast_storage"],

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk")
+SOURCES = ("core", "host", "protos", "storage", "daemon", "operator", "trainer_sdk")
 SIMULATION = Path(__file__).resolve().parent
 UNIT_HELPERS = ROOT / "tests" / "unit" / "sdk" / "helpers"
 DAEMON = "daemon/holdfast_daemon"

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.prometheus
 
 APPEAR_LATER = {
     "holdfast_operator_daemon_missing",
+    "holdfast_operator_idle_node_failed",
     "holdfast_operator_action_failures_total",
     "holdfast_operator_api_requests_total",
     "holdfast_operator_watch_restarts_total",

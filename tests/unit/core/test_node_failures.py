@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,6 +126,21 @@ def test_a_failure_that_is_seen_again_soon_counts_once() -> None:
     assert len(added({"n3": (failure(),)}, ("n3", failure(epoch=2)))["n3"]) == 2
     days_later = added({"n3": (failure(3.0),)}, ("n3", failure()))
     assert len(days_later["n3"]) == 2, "of a job made again, whose epochs begin anew"
+
+
+def test_a_check_that_goes_on_failing_without_a_job_is_one_failure_in_a_day() -> None:
+    """A daemon that starts again does not know that the check had failed before."""
+
+    def check(hours_ago: float, name: str = "disk", job: str = "") -> NodeFailure:
+        found = failure(hours_ago / 24, kind=FailureKind.FAILED_CHECK, job=job, epoch=0)
+        return msgspec.structs.replace(found, check=name)
+
+    known = {"n3": (check(47),)}
+    assert added(known, ("n3", check(24))) == known
+    for other in (check(22), check(24, "memory"), check(24, job="team.moe"), check(24, "")):
+        assert len(added(known, ("n3", other))["n3"]) == 2
+    of_job = [("n3", check(hours_ago, job="team.moe")) for hours_ago in (47, 24)]
+    assert len(added({}, *of_job)["n3"]) == 2
 
 
 @pytest.mark.parametrize("lasts", [FailureKind.STRAGGLING, FailureKind.CORRUPTION])

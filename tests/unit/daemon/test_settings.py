@@ -48,6 +48,14 @@ def test_impossible_permissions_are_refused() -> None:
         DaemonSettings(root=ROOT, node="a", socket_mode=0o1777)
 
 
+@pytest.mark.parametrize("interval_s", [-1.0, 1.0, 59.9, 4e7, float("nan"), float("inf")])
+def test_an_interval_of_checks_that_is_none_is_refused(interval_s: float) -> None:
+    with pytest.raises(InvalidJobError, match=r"--idle-checks .* or 0 for no checks"):
+        DaemonSettings(root=ROOT, node="a", idle_check_s=interval_s)
+    for allowed_s in (0.0, 60.0, 1800.0):
+        DaemonSettings(root=ROOT, node="a", idle_check_s=allowed_s)
+
+
 def test_a_limit_that_leaves_protection_no_time_is_refused() -> None:
     with pytest.raises(InvalidJobError, match="--protection-bandwidth 9999999 is too little"):
         DaemonSettings(root=ROOT, node="a", protection_bytes_s=9_999_999)

@@ -21,6 +21,7 @@ from holdfast_core.corruption import Divergence
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.hang_limits import StepPauses
+from holdfast_core.idle_checks import FailedCheck
 from holdfast_core.inspections import InspectedProcess
 from holdfast_core.job.status import ConditionStatus, HangStatus
 from holdfast_core.links import LinkWatch, MeasuredLinks
@@ -186,6 +187,9 @@ class NodeView(Struct, frozen=True, kw_only=True, gc=False):
     rating: Rating = CLEAN
     """How the node has done lately, in all jobs. A preference and nothing else: a node that may
     take a member may do so with any rating."""
+    failed_checks: tuple[FailedCheck, ...] | None = None
+    """Checks that have failed since no job has been on the node; None while its daemon reports
+    none, whatever the reason."""
     job: JobView | None = None
     """None when the daemon holds nothing of the job."""
 

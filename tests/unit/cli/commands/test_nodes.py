@@ -72,6 +72,17 @@ def test_failures_of_a_script_are_marked(capsys: pytest.CaptureFixture[str]) -> 
     assert shown({"n1": (alike,), "n2": (alike,)}, capsys)[1:3] == [f"n1 {line}", f"n2 {line}"]
 
 
+def test_a_check_that_failed_without_a_job_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    failed = NodeFailure(
+        kind=FailureKind.FAILED_CHECK, job="", epoch=0, at=NOW - 60.0, check="shared memory"
+    )
+    assert shown({"n1": (failed,)}, capsys)[1] == (
+        "n1 2.00 avoided failed check of shared memory, without a job, 1 minute ago"
+    )
+
+
 def test_an_empty_record_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown({}, capsys) == ["no failure of any node is remembered"]
 

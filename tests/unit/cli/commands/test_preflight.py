@@ -7,9 +7,9 @@ import json
 import pytest
 
 from holdfast import node_checks
-from holdfast.node_checks import Outcome, Result
 from holdfast_cli.commands.preflight import STYLES
 from holdfast_cli.main import main
+from holdfast_host.results import Outcome, Result
 
 FOUND = [
     Result("memory", Outcome.PASSED, "copies reach 12.3 GB/s"),

@@ -24,6 +24,7 @@ from holdfast_core.node_failures import (
     Record,
     ratings,
     with_failures,
+    with_problem,
 )
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
@@ -162,8 +163,8 @@ class World:
         self.locations: Locations = None
         self.suspension: Suspension | None = None
         """Why the job's queue keeps it from running."""
-        self.notices: dict[str, str] = {}
-        """Node → reason for which it will be taken away."""
+        self.notices, self.problems = dict[str, str](), dict[str, str]()
+        """Node → reason for which it will be taken away; node → what is wrong with it now."""
         self.full, self.cold = set[str](), set[str]()
         """Nodes without room for new agents; nodes whose agents have started and wait for no
         world yet."""
@@ -295,10 +296,8 @@ class World:
         )
 
     def rating(self, name: str) -> Rating:
-        if not self.record:
-            return CLEAN
         found = ratings(self.record, now=WALL + self.now, half_life_s=HALF_LIFE_S)
-        return found.get(name, CLEAN)
+        return with_problem(found.get(name, CLEAN), self.problems.get(name, ""))
 
     def agent_waits(self, name: str) -> bool:
         """Whether an agent waits on the node, which has no part in the world."""

@@ -9,6 +9,7 @@ from failing_over import FailingOver
 from msgspec import structs
 from virtual_world import WALL, Daemon, World, make_job, running
 
+from holdfast_core.idle_checks import FailedCheck, IdleCheck, in_words
 from holdfast_core.inspections import InspectedProcess
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.node_failures import CLEAN, FailureKind, NodeFailure
@@ -308,6 +309,23 @@ def test_a_failure_long_ago_is_forgiven() -> None:
     failed(world, "n1", days_ago=5.0)
     world.look()
     assert world.nodes_of_members() == ["n0", "n1", "n2", "n3"]
+
+
+@pytest.mark.parametrize("others_fail", [False, True])
+def test_a_spare_that_fails_its_checks_is_taken_if_there_is_no_better_one(
+    others_fail: bool,
+) -> None:
+    broken = FailedCheck(check=IdleCheck.DISK, text="/tmp: Input/output error", failing_s=9.0)
+    world = running(make_job(spares=2))
+    world.problems = dict.fromkeys(["n4", *(["n5"] if others_fail else [])], in_words([broken]))
+    world.kill_node("n1")
+    world.settle(10.0)
+    assert world.nodes_of_members() == ["n0", "n4" if others_fail else "n5", "n2", "n3"]
+    avoided = (
+        "took n5, which is clean, instead of n4 (failed check of disk: /tmp: Input/output error)"
+    )
+    assert world.messages("NodeAvoided") == ([] if others_fail else [avoided])
+    assert kinds(world) == {"n1": ["LostNode"]}, "no job has found out about the disk"
 
 
 def test_the_only_spare_is_taken_although_it_has_failed() -> None:

@@ -6,7 +6,6 @@ file system without room.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 import torch
 from waiting import wait_for
@@ -30,51 +28,34 @@ from holdfast import node_checks
 from holdfast._launch.kernel_log import KernelLog
 from holdfast.node_checks import (
     NICENESS,
-    TIME_MIN,
-    CheckFailedError,
     DaemonAddress,
     NodeChecks,
-    NotCheckedError,
-    NoticedError,
-    Outcome,
     RepeatedChecks,
-    Result,
-    TooSlowError,
     all_reduce,
-    check_clock,
     check_device_memory,
     check_devices,
-    check_disk,
     check_kernel_log,
     check_links,
-    check_memory,
-    check_processors,
-    check_shared_memory,
     checks_of,
     clocks_at_work,
     daemon_of_environment,
-    failures_in_words,
-    known_product,
-    run_checks,
 )
 from holdfast_core.errors import UnreachableError
+from holdfast_host.results import (
+    CheckFailedError,
+    NotCheckedError,
+    NoticedError,
+    Outcome,
+    Result,
+    TooSlowError,
+    failures_in_words,
+)
 from holdfast_protos import trainer_pb2, trainer_pb2_grpc
 
 EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 HOST = ("processors", "memory", "shared memory", "disk")
 Plant = Callable[[str], None]
 Driver = Callable[[Mapping[str, str]], None]
-
-
-@pytest.fixture
-def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plant:
-    """Makes every Python process that starts afterwards run some text first."""
-
-    def planting(text: str) -> None:
-        (tmp_path / "sitecustomize.py").write_text(text)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-
-    return planting
 
 
 @pytest.fixture
@@ -167,28 +148,6 @@ def test_what_else_is_written_is_passed_over(plant: Plant) -> None:
     assert list(outcomes(results)) == list(checks_of(None))
 
 
-def test_processors_that_cannot_be_chosen_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: int, processors: set[int]) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    with pytest.raises(NotCheckedError, match="not permitted"):
-        check_processors()
-
-
-def test_a_disk_that_was_slow_for_a_while_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = iter([1e15, 1.0])
-    right = node_checks._write_and_compare
-
-    def write(
-        directory: Path, nbytes: int, limit_bytes_s: float, clock: Callable[[], float]
-    ) -> str:
-        return right(directory, nbytes, next(limits), clock)
-
-    monkeypatch.setattr(node_checks, "_write_and_compare", write)
-    assert "reach" in check_disk()
-
-
 @pytest.mark.parametrize("beside", [False, True])
 def test_beside_other_work_checks_that_need_longer_prove_nothing(
     plant: Plant, monkeypatch: pytest.MonkeyPatch, beside: bool
@@ -201,23 +160,6 @@ def test_beside_other_work_checks_that_need_longer_prove_nothing(
     [result] = checks.results()
     assert result.outcome is (Outcome.NOT_CHECKED if beside else Outcome.FAILED)
     assert "did not end within" in result.text
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_beside_other_work_what_is_slow_is_noticed_and_what_is_wrong_fails(
-    monkeypatch: pytest.MonkeyPatch, beside: bool
-) -> None:
-    def wrong() -> str:
-        raise CheckFailedError("wrong")
-
-    def late() -> str:
-        raise TooSlowError("late")
-
-    checks = {"GPUs": wrong, "GPU links": late}
-    monkeypatch.setattr(node_checks, "checks_of", lambda *_, **__: checks)
-    results = outcomes(list(run_checks(None, beside=beside)))
-    slow = Outcome.NOTICED if beside else Outcome.FAILED
-    assert results == {"GPUs": Outcome.FAILED, "GPU links": slow}
 
 
 @pytest.fixture
@@ -324,53 +266,6 @@ def test_where_no_process_can_be_started_nothing_is_proved(
         assert [result.outcome for result in results] == [Outcome.NOT_CHECKED]
         assert failures_in_words(results) == ""
         checks.stop()
-
-
-def test_the_known_product_is_that_of_integers(monkeypatch: pytest.MonkeyPatch) -> None:
-    product = known_product()
-    assert product.dtype == np.int32 and np.abs(product).max() < 256  # exact in bfloat16, too
-    monkeypatch.setattr(node_checks, "PRODUCT_SHA256", "0" * 16)
-    with pytest.raises(CheckFailedError, match="not the known one"):
-        known_product()
-
-
-def test_memory_that_flips_a_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def flipping(copy: np.ndarray, source: np.ndarray) -> None:
-        copy[:] = source
-        copy[len(copy) // 3] ^= 4
-
-    monkeypatch.setattr(np, "copyto", flipping)
-    with pytest.raises(CheckFailedError, match=r"is 0x04 instead of 0x00"):
-        check_memory()
-
-
-def test_what_is_too_slow_has_failed_with_its_rate_and_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(node_checks, "DISK_BYTES_S", 1e15)
-    with pytest.raises(CheckFailedError, match=r"reach .* GB/s, and should reach at least 1e\+06"):
-        check_disk()
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (errno.EACCES, NotCheckedError),
-        (errno.EROFS, NotCheckedError),
-        (errno.ENOSPC, NotCheckedError),
-        (errno.EIO, CheckFailedError),
-        (errno.ENOMEM, NotCheckedError),
-    ],
-)
-def test_a_place_without_room_or_right_proves_nothing_and_a_broken_one_does(
-    monkeypatch: pytest.MonkeyPatch, error: int, expected: type[Exception]
-) -> None:
-    def refuse(descriptor: int) -> None:
-        raise OSError(error, os.strerror(error))
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(expected, match=os.strerror(error)):
-        check_shared_memory()
 
 
 @pytest.mark.parametrize(
@@ -552,53 +447,7 @@ def test_a_kernel_that_shows_nothing_proves_nothing(
         check_kernel_log()
 
 
-# --- the clock ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("now", "adjtimex", "status", "error", "words"),
-    [
-        (TIME_MIN - 1, 0, 0, CheckFailedError, "the clock says 2024-12-31"),
-        (TIME_MIN, 0, 0, None, "synchronised"),
-        (TIME_MIN, 5, 0x40, NoticedError, "no time service"),
-        (TIME_MIN, 5, 0x2001, None, "synchronised"),
-        (TIME_MIN, -1, 0, NotCheckedError, "does not say"),
-    ],
-)
-def test_a_wrong_clock_fails_and_one_that_nothing_synchronises_is_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-    now: float,
-    adjtimex: int,
-    status: int,
-    error: type[Exception] | None,
-    words: str,
-) -> None:
-    class Kernel:
-        def __init__(self, name: None, *, use_errno: bool) -> None:
-            pass
-
-        @staticmethod
-        def adjtimex(state: Any) -> int:
-            Timex.from_address(ctypes.addressof(state._obj)).status = status
-            return adjtimex
-
-    monkeypatch.setattr(time, "time", lambda: now)
-    monkeypatch.setattr(ctypes, "CDLL", Kernel)
-    if error is None:
-        assert check_clock() == words
-    else:
-        with pytest.raises(error, match=words):
-            check_clock()
-
-
-class Timex(ctypes.Structure):
-    """The beginning of the kernel's `struct timex`."""
-
-    _fields_ = (
-        ("modes", ctypes.c_uint),
-        *((name, ctypes.c_long) for name in ("offset", "freq", "maxerror", "esterror")),
-        ("status", ctypes.c_int),
-    )
+# --- the driver, and all of them ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["exit 6", "echo Unknown field; exit 2"])
