@@ -25,7 +25,7 @@ from benchmarks.gpu.results import Goal, Results, in_turn, run
 from benchmarks.gpu.room import GIB, MIB, cores, state_bytes
 from benchmarks.measure import timed
 from holdfast._copying.device_hashes import DeviceHasher, triton_kernel
-from holdfast._copying.engine import CopyEngine, CopyPlan, plan_copy
+from holdfast._copying.engine import GROUP_BLOCKS, CopyEngine, CopyPlan, plan_copy
 from holdfast._copying.gathering import GATHERED_BYTES_MAX
 from holdfast_core.snapshots.layouts import PIECE_BYTES
 
@@ -105,15 +105,13 @@ def _copies(
     plan, whole = plan_of(tensors), torch.cat([*tensors])
 
     def ours() -> None:
-        fence = arena.device.fence()
-        with torch.no_grad(), arena.device.after(fence):
-            plan.gather.collect()
-        download = arena.device.download(plan.device_groups, arena.placed.view_of_slot, fence)
+        groups = plan.device_groups.of(GROUP_BLOCKS)
+        download = arena.device.download(groups, arena.placed.view_of_slot, arena.device.fence())
         if download is None:
             raise RuntimeError("CUDA does not pin the arena")
         download.hurry()
-        for group in range(len(plan.device_groups)):
-            download.wait(group)
+        for number in range(len(groups)):
+            download.wait(number)
 
     def compare() -> None:
         floor = _copied(pinned, whole)

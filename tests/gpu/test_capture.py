@@ -14,7 +14,7 @@ import holdfast
 from holdfast._copying.engine import CopyEngine, plan_copy
 from holdfast._digests import BLOCK_BYTES, block_sums, digest_of
 from holdfast.testing import FakeDaemon
-from holdfast_core.snapshots.layouts import PIECE_BYTES, piece_digests
+from holdfast_core.snapshots.layouts import PIECE_BYTES, TENSOR_ALIGNMENT, piece_digests, round_up
 
 WAIT_S = 60.0
 DTYPES = (
@@ -159,6 +159,29 @@ def test_a_large_tensor_comes_back_to_the_bit(machine: Machine, engine: CopyEngi
     assert digest_of([flat]) != wanted
     engine.restore(plan, target, nbytes, digests)
     assert digest_of([flat]) == wanted
+    assert not machine.is_cuda or 1e9 < device.bytes_s < 1e12  # a link's rate
+
+
+def test_small_tensors_that_change_between_captures_are_collected_anew(
+    machine: Machine, engine: CopyEngine
+) -> None:
+    """Each group is collected on a stream of its own while those before are copied."""
+    length, count = 2 * PIECE_BYTES // 5, machine.small // 50
+    flats = [random_bytes(machine, length, seed) for seed in range(count)]
+    starts = [index * round_up(length, TENSOR_ALIGNMENT) for index in range(count)]
+    plan = machine.plan([(at, 0, flat) for at, flat in zip(starts, flats, strict=True)])
+    assert len(plan.gather.tensors) == (count if machine.is_cuda else 0)
+    end = starts[-1] + length
+    target, device = room_for(end), engine._device
+    device.register(*slot_range(target))
+    for _ in range(5):
+        machine.later(lambda: torch._foreach_add_(flats, 1))
+        digests = engine.finish(target, b"", engine.capture(plan, target, device.fence()))
+        machine.finish()
+        assert digests == piece_digests(target.read(0, end), PIECE_BYTES)
+        found = [target.read(at, length) for at in starts]
+        assert found == [bytes(flat.cpu().numpy()) for flat in flats]
+    device.unregister()
 
 
 def test_training_goes_on_from_what_was_saved_as_if_nothing_had_happened(

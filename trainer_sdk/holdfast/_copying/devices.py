@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -28,6 +29,10 @@ from holdfast_core.errors import InvalidJobError
 
 GROUPS_AHEAD = 2
 """Number of groups that a device copies ahead of the threads that hash, unless training waits."""
+
+TIMED_GROUPS = 4
+"""Number of groups whose copies are timed in each download of more groups: the rate of a link does
+not change, and timing takes microseconds."""
 
 Fence = object
 """A point in the training stream after which copies may begin. Only the device that made it can
@@ -42,6 +47,33 @@ class DeviceMove:
     nbytes: int
     flat: torch.Tensor
     """Bytes of the tensor: uint8 [nbytes], on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveGroup:
+    """Moves into a slot that a device makes one after the other, and signals together."""
+
+    moves: Sequence[DeviceMove]
+    collect: Callable[[], None] | None = None
+    """Queues the kernels that collect small tensors for these moves and, if the last tensor belongs
+    to both, for the next group's; None if there are none."""
+
+
+def parts_of(
+    moves: Iterable[DeviceMove], ranges: Sequence[tuple[int, int, int]]
+) -> Iterator[DeviceMove]:
+    """Yield the parts of `moves` that are in `ranges`, shifted.
+
+    Args:
+        ranges: (first byte, end, number to add) of each, ascending, apart from each other.
+    """
+    for move in moves:
+        for low, high, shift in ranges:
+            begin, end = max(move.start, low), min(move.start + move.nbytes, high)
+            if begin < end:
+                whole = end - begin == move.nbytes
+                flat = move.flat if whole else move.flat[begin - move.start : end - move.start]
+                yield DeviceMove(begin + shift, end - begin, flat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +116,11 @@ class Download(Protocol):
 class Device(Protocol):
     """A device that copies between a slot and tensors outside of host memory."""
 
+    @property
+    def bytes_s(self) -> float:
+        """The rate at which the device has copied its fastest group into a slot, in bytes per
+        second; 0 before the first."""
+
     def members(self) -> Sequence[torch.device]:
         """Return the devices with tensors outside of host memory."""
 
@@ -108,9 +145,11 @@ class Device(Protocol):
         """Mark the end of all work that was queued within `after`. Any thread may call it."""
 
     def download(
-        self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
+        self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
     ) -> Download | None:
         """Make a download of all groups into the slot. Return None if the slot is not pinned.
+
+        Groups begin in order, and each is collected while those before are copied.
 
         Raises:
             InvalidJobError: a tensor is on a device that had no tensors when the session began.
@@ -184,6 +223,8 @@ class _Done:
 class CpuDevice:
     """The device of a process whose tensors are all in host memory."""
 
+    bytes_s = 0.0
+
     def members(self) -> Sequence[torch.device]:
         return ()
 
@@ -208,7 +249,7 @@ class CpuDevice:
         return _Done()
 
     def download(
-        self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
+        self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
     ) -> Download | None:
         del groups, slot, fence
         return None
@@ -242,7 +283,10 @@ class CudaDevice:
 
     def __init__(self, indices: Sequence[int]) -> None:
         self._streams = {index: torch.cuda.Stream(index) for index in indices}
+        self._collecting = {index: torch.cuda.Stream(index) for index in indices}
+        """Streams on which small tensors are collected, while those before are copied."""
         self._first = indices[0]
+        self.bytes_s = 0.0
         self._pinning = PinnedMapping(torch.cuda.cudart(), self._consume_error)
         self._own = threading.local()
         """The buffer of each copying thread."""
@@ -273,38 +317,56 @@ class CudaDevice:
     def has_passed(self, fence: Fence) -> bool:
         return not isinstance(fence, dict) or all(event.query() for event in fence.values())
 
-    @contextmanager
-    def after(self, fence: Fence) -> Iterator[None]:
-        with ExitStack() as entered:
-            for index, stream in self._streams.items():
-                entered.enter_context(torch.cuda.device(index))
-                entered.enter_context(torch.cuda.stream(stream))
-                if isinstance(fence, dict):
-                    stream.wait_event(fence[index])
-            yield
+    def after(self, fence: Fence) -> AbstractContextManager[None]:
+        return _on(self._streams, fence)
 
     def arrival(self) -> GroupCopy:
         return _Arrival([*self._streams.values()])
 
     def download(
-        self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
+        self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
     ) -> Download | None:
         if not (groups and self._pinning.address):
             return None
-        streams = [self._streams_of(moves) for moves in groups]
+        streams = [self._streams_of(group.moves) for group in groups]
         target = torch.frombuffer(slot, dtype=torch.uint8)
+        if any(group.collect is not None for group in groups):
+            # Behind the copies of earlier captures out of the same memory, and the stagings of this
+            # one.
+            for index, stream in self._streams.items():
+                self._collecting[index].wait_stream(stream)
 
-        def begin(group: int) -> GroupCopy:
+        def begin(number: int) -> GroupCopy:
+            group = groups[number]
+            if group.collect is not None:
+                self._collect(group.collect, fence)
+            timed = number < TIMED_GROUPS < len(groups) and len(streams[number]) == 1
             with self.after(fence):
-                for move in groups[group]:
+                begun = _mark(streams[number][0], timed=True) if timed else None
+                for move in group.moves:
                     end = move.start + move.nbytes
                     target[move.start : end].copy_(move.flat, non_blocking=True)
-                return _Arrival(streams[group])
+                if begun is None:
+                    return _Arrival(streams[number])
+                nbytes = sum(move.nbytes for move in group.moves)
+                return _TimedArrival(streams[number][0], begun, partial(self._note_rate, nbytes))
 
         return PacedDownload(len(groups), begin)
 
+    def _note_rate(self, nbytes: int, seconds: float) -> None:
+        # The fastest group had the link for itself.
+        if seconds > 0:
+            self.bytes_s = max(self.bytes_s, nbytes / seconds)
+
+    def _collect(self, collect: Callable[[], None], fence: Fence) -> None:
+        """Collect on streams of their own, for which only the copies that follow wait."""
+        with torch.no_grad(), _on(self._collecting, fence):
+            collect()
+        for index, stream in self._streams.items():
+            stream.wait_stream(self._collecting[index])
+
     def fetch(self, moves: Sequence[DeviceMove], slot: memoryview, fence: Fence) -> None:
-        download = self.download([moves], slot, fence) if moves else None
+        download = self.download([MoveGroup(moves)], slot, fence) if moves else None
         if download is not None:
             download.wait(0)
         elif moves:
@@ -393,9 +455,35 @@ class _Arrival:
         return all(event.query() for event in self._events)
 
 
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+@contextmanager
+def _on(streams: Mapping[int, torch.cuda.Stream], fence: Fence) -> Iterator[None]:
+    """Make these streams the current ones of their devices, and let them wait for the fence."""
+    with ExitStack() as entered:
+        for index, stream in streams.items():
+            entered.enter_context(torch.cuda.device(index))
+            entered.enter_context(torch.cuda.stream(stream))
+            if isinstance(fence, dict):
+                stream.wait_event(fence[index])
+        yield
+
+
+class _TimedArrival(_Arrival):
+    """The end of the copies on a stream behind `begun`, which also notes their seconds."""
+
+    def __init__(
+        self, stream: torch.cuda.Stream, begun: torch.cuda.Event, note: Callable[[float], None]
+    ) -> None:
+        self._begun, self._note = begun, note
+        self._events = [_mark(stream, timed=True)]
+
+    def wait(self) -> None:
+        super().wait()
+        self._note(1e-3 * self._begun.elapsed_time(self._events[0]))
+
+
+def _mark(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
     """Record an event behind the work of a stream. A thread that waits for it yields its core."""
-    event = torch.cuda.Event(blocking=True)
+    event = torch.cuda.Event(enable_timing=timed, blocking=True)
     event.record(stream)
     return event
 

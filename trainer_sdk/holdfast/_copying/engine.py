@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,15 @@ from holdfast._copying.bubbles import Bubbles, PieceBlock
 from holdfast._copying.collector import without_collector
 from holdfast._copying.cores import apart
 from holdfast._copying.device_hashes import DeviceHasher, DevicePieces, HashesOnDevice
-from holdfast._copying.devices import Device, DeviceMove, Download, Fence, GroupCopy
+from holdfast._copying.devices import (
+    Device,
+    DeviceMove,
+    Download,
+    Fence,
+    GroupCopy,
+    MoveGroup,
+    parts_of,
+)
 from holdfast._copying.gathering import GAP_BYTES_MAX, GATHERED_BYTES_MAX, Gather, gather
 from holdfast._copying.placed import Flags, Placed
 from holdfast._copying.strided import copy_of_span
@@ -46,9 +55,13 @@ from holdfast_core.snapshots.layouts import piece_count
 BLOCK_PIECES = 16
 """Number of pieces that a thread takes at a time: 4 MiB, a fraction of a millisecond of work."""
 
-GROUP_BLOCKS = 4
-"""Number of blocks that a device copies at a time: 16 MiB, so that the microseconds that it takes
-to begin a copy hardly count."""
+GROUP_BLOCKS, GROUP_BLOCKS_MAX = 4, 64
+"""Number of blocks that a device copies at a time before its rate is known, 16 MiB, and at most."""
+
+GROUP_S = 300e-6
+"""Time that a device copies at a time. In a shorter one the 5 µs that it takes to begin and signal
+a group would count; in a longer one training would wait longer for copies of its own, behind those
+that have begun."""
 
 _PIN = -1
 """Work of a restore that pins the arena; its other work has the number of a block's first piece."""
@@ -66,6 +79,50 @@ HostMove = tuple[int, int, int]
 all within one piece."""
 
 
+class DeviceGroups:
+    """The moves of a plan from devices, in groups of several blocks.
+
+    Args:
+        moves: moves to make once the small tensors are collected, in the order of the slot.
+        gather: collects them.
+    """
+
+    def __init__(
+        self,
+        moves: Sequence[DeviceMove] = (),
+        block_bytes: int = 1,
+        gather: Gather | None = None,
+    ) -> None:
+        self._moves, self._block_bytes, self._gather = moves, block_bytes, gather or Gather()
+        self._blocks = 0
+        self._groups: tuple[MoveGroup, ...] = ()
+
+    def of(self, blocks: int) -> tuple[MoveGroup, ...]:
+        """Return the groups of `blocks` blocks each, and keep them until another size is asked
+        for."""
+        if blocks != self._blocks:
+            nbytes = self._block_bytes * blocks
+            groups = enumerate(_by_block(self._moves, nbytes))
+            self._groups = tuple(
+                MoveGroup(moves, self.collecting([range(i * nbytes, (i + 1) * nbytes)]))
+                for i, moves in groups
+            )
+            self._blocks = blocks
+        return self._groups
+
+    def collecting(self, ranges: Iterable[range]) -> Callable[[], None] | None:
+        """Return what collects the small tensors that begin in `ranges` of the slot; None if there
+        are none."""
+        parts = [self._gather.within(low.start, low.stop) for low in ranges]
+        parts = [part for part in parts if part.tensors]
+
+        def collect() -> None:
+            for part in parts:
+                part.collect()
+
+        return collect if parts else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyPlan:
     """The ranges to copy between a slot and live tensors."""
@@ -75,7 +132,7 @@ class CopyPlan:
     """Ranges of tensors in host memory, by piece."""
     device_moves: tuple[tuple[DeviceMove, ...], ...] = ()
     """Ranges of tensors on a device, by block of pieces; empty if there are none."""
-    device_groups: tuple[tuple[DeviceMove, ...], ...] = ()
+    device_groups: DeviceGroups = field(default_factory=DeviceGroups, compare=False)
     """The same ranges by group of blocks."""
     staged: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     """Pairs of a contiguous staging tensor and a live tensor that is not contiguous."""
@@ -176,16 +233,17 @@ class CopyEngine:
                     here = staging.device == live.device
                     staging.copy_(live if here else copy_of_span(live, staging.device))
         hashes = None
-        with torch.no_grad(), self._device.after(fence):
-            plan.gather.collect()
-            if self._hasher is not None and hashed:
-                count = target.layout.extras_offset // plan.piece_bytes
+        if self._hasher is not None and hashed:
+            count = target.layout.extras_offset // plan.piece_bytes
+            with torch.no_grad(), self._device.after(fence):
+                plan.gather.collect()
                 hashes = self._hasher.begin(plan.on_device, count, skip)
         capture = _Capture(self._device, plan, target, fence, skip, copied, hurry, hashes, hashed)
         feed = None
         if bubbles is None:
             capture.begin()
         else:
+            capture.collect()
             size = plan.piece_bytes
             sizes = [PieceBlock(at, size * len(pieces)) for at, pieces in capture.blocks.items()]
             feed = bubbles.feed(sizes)
@@ -586,33 +644,62 @@ class _Capture:
         slots, slot_bytes = target.slots(count), target.layout.slot_bytes
         self._bases = [slot * slot_bytes for slot in slots]
         """Bytes to add to a payload offset in each piece."""
-        self._host_moves = plan.host_moves
-        self._moves, self._groups, self._blocks_of = (
-            plan.device_moves,
-            plan.device_groups,
-            GROUP_BLOCKS,
-        )
+        self._host_moves, self._moves = plan.host_moves, plan.device_moves
         self._memory = target.view_of_slot
-        if target.places or skip is not None:
+        self._as_planned = not target.places and skip is None
+        """Whether the moves are those of the plan."""
+        if not self._as_planned:
             self._moves, self._memory = _in_arena(self._moves, target, self.blocks), target.arena
-            self._groups, self._blocks_of = self._moves, 1
+        self._gather, self._device_groups = plan.gather, plan.device_groups
+        self._is_collected = hashes is not None
+        """Whether the small tensors are collected in front of everything else."""
+        self._group_of: dict[int, int] = {}
+        """Number of the group of each block with device moves, by the block's first piece."""
         self._download: Download | None = None
         self._from_host = _Once()
         self._copied: Callable[[], None] | None = copied
 
+    def collect(self) -> None:
+        """Collect all small tensors, unless that is done."""
+        if not self._is_collected and self._gather.tensors:
+            with torch.no_grad(), self._device.after(self._fence):
+                self._gather.collect()
+        self._is_collected = True
+
     def begin(self) -> None:
         """Begin the copies that the device makes by itself."""
-        self._download = self._device.download(self._groups, self._memory, self._fence)
-        if self._download is not None and self._hurry():
+        self._download = self._device.download(self._groups(), self._memory, self._fence)
+        if self._download is None:
+            self.collect()
+        elif self._hurry():
             self._download.hurry()
+
+    def _groups(self) -> Sequence[MoveGroup]:
+        """Divide the device moves into groups, and note the group of each block."""
+        at_once = blocks_at_once(self._device.bytes_s, BLOCK_PIECES * self._size)
+        firsts = [at for at in self.blocks if at // BLOCK_PIECES < len(self._moves)]
+        self._group_of = {first: number // at_once for number, first in enumerate(firsts)}
+        if self._as_planned:
+            groups: Sequence[MoveGroup] = self._device_groups.of(at_once)
+        else:
+            nbytes = BLOCK_PIECES * self._size
+            groups = [
+                MoveGroup(
+                    tuple(chain.from_iterable(self._moves[at // BLOCK_PIECES] for at in of_group)),
+                    self._device_groups.collecting(
+                        range(at * self._size, at * self._size + nbytes) for at in of_group
+                    ),
+                )
+                for of_group in (firsts[i : i + at_once] for i in range(0, len(firsts), at_once))
+            ]
+        return [MoveGroup(group.moves) for group in groups] if self._is_collected else groups
 
     def block(self, first: int) -> None:
         """Copy the block with this first piece, and hash it. Any thread."""
         index, download = first // BLOCK_PIECES, self._download
         if download is not None:
-            group = index // self._blocks_of
-            if group < len(self._groups):
-                download.wait(group)
+            if first in self._group_of:
+                download.wait(self._group_of[first])
             self._from_host.do(first, self._copy_from_host)
         elif index < len(self._moves) and self._moves[index]:
             self._device.fetch(self._moves[index], self._memory, self._fence)
@@ -755,16 +842,29 @@ def with_device_moves(
     gap_bytes_max: int = GAP_BYTES_MAX,
 ) -> CopyPlan:
     """Complete `plan` with the `moves` from and to a device, which are in the order of the slot."""
-    cut, gathered = gather(moves, plan.piece_bytes, gathered_bytes_max, gap_bytes_max)
+    cut, gathered = gather(moves, gathered_bytes_max, gap_bytes_max)
     block_bytes = plan.piece_bytes * BLOCK_PIECES
     from_host = [bool(of_piece) for of_piece in plan.host_moves]
     return replace(
         plan,
         on_device=DevicePieces(cut, from_host, plan.piece_bytes),
         device_moves=_by_block(cut, block_bytes),
-        device_groups=_by_block(cut, block_bytes * GROUP_BLOCKS),
+        device_groups=DeviceGroups(cut, block_bytes, gathered),
         gather=gathered,
     )
+
+
+def blocks_at_once(bytes_s: float, block_bytes: int) -> int:
+    """Choose the number of blocks that a device copies at a time: a power of two, so that another
+    measurement of the same link does not change it.
+
+    Args:
+        bytes_s: rate of the device; 0 if it is not known yet.
+    """
+    if not bytes_s:
+        return GROUP_BLOCKS
+    blocks = min(max(GROUP_S * bytes_s / block_bytes, 1), GROUP_BLOCKS_MAX)
+    return int(2 ** round(math.log2(blocks)))
 
 
 def _in_turn(firsts: Iterable[int]) -> Callable[[], int | None]:
@@ -799,16 +899,12 @@ def _blocks(count: int, skip: Flags | None) -> dict[int, Sequence[int]]:
 def _in_arena(
     moves: Sequence[Sequence[DeviceMove]], target: Placed, blocks: Mapping[int, Sequence[int]]
 ) -> tuple[tuple[DeviceMove, ...], ...]:
-    """Shift the moves of each block to the arena's offsets, and leave out the moves of skipped
+    """Shift the moves of each block to the arena's offsets, and leave out their parts in skipped
     pieces."""
-    size = target.layout.piece_bytes
+    pieces = (blocks.get(index * BLOCK_PIECES, ()) for index in range(len(moves)))
     return tuple(
-        tuple(
-            DeviceMove(move.start + target.start(move.start // size), move.nbytes, move.flat)
-            for move in moves_of_block
-            if move.start // size in blocks.get(index * BLOCK_PIECES, ())
-        )
-        for index, moves_of_block in enumerate(moves)
+        tuple(parts_of(of_block, target.together(of_it))) if of_it else ()
+        for of_block, of_it in zip(moves, pieces, strict=True)
     )
 
 

@@ -7,17 +7,20 @@ tensor on their device, by a few kernels, and are copied in runs. A restore does
 A run also covers the gaps between its tensors: alignment, and small tensors in host memory, such as
 Adam's step counters. So tensors in a gap must be copied after the run has arrived, in the same
 capture: a save of a window, whose other saves fill the slot as well, allows only gaps that align
-the next tensor (`ALIGNING_GAP_MAX`), in which nothing lies. If a tensor of a run ends in one piece
-and the next tensor begins in another piece, the next one does not join the run, because experts
-that a snapshot may leave out begin on pieces of their own.
+the next tensor (`ALIGNING_GAP_MAX`), in which nothing lies. A run may span any number of pieces:
+whoever leaves out pieces, or finds them in several slots, cuts its moves there.
+
+Tensors are collected group by group, while the device copies the groups before. So the first copy
+does not wait for the last tensor.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -45,10 +48,17 @@ _log = logging.getLogger("holdfast")
 class Gather:
     """Small tensors of one device, and their ranges of a common tensor on that device."""
 
+    starts: tuple[int, ...] = ()
+    """First byte of each small tensor in the slot, ascending."""
     tensors: tuple[torch.Tensor, ...] = ()
     """Bytes of each small tensor: uint8 [bytes]."""
     ranges: tuple[torch.Tensor, ...] = ()
     """Range of each small tensor in the common one: uint8 [bytes]."""
+
+    def within(self, low: int, high: int) -> Gather:
+        """Return the small tensors that begin in the range `low` … `high` - 1 of the slot."""
+        part = slice(bisect_left(self.starts, low), bisect_left(self.starts, high))
+        return Gather(self.starts[part], self.tensors[part], self.ranges[part])
 
     def collect(self) -> None:
         """Queue the copies of all tensors into their ranges."""
@@ -62,7 +72,7 @@ class Gather:
 
 
 def gather(
-    moves: Sequence[DeviceMove], piece_bytes: int, small_bytes: int, gap_bytes: int
+    moves: Sequence[DeviceMove], small_bytes: int, gap_bytes: int
 ) -> tuple[list[DeviceMove], Gather]:
     """Replace the moves of tensors of at most `small_bytes` by moves of runs with several tensors.
 
@@ -74,39 +84,41 @@ def gather(
         The moves to make once the tensors are collected, in the order of the slot, and the Gather
         that collects them.
     """
-    # Give each run with several tensors a place in the common tensor.
-    placed_runs, taken = [], 0
-    for run in _runs(moves, piece_bytes, small_bytes, gap_bytes):
-        nbytes = _end(run[-1]) - run[0].start
-        fits = len(run) > 1 and taken + nbytes <= ROOM_BYTES_MAX
-        placed_runs.append((taken if fits else None, run))
-        taken += round_up(nbytes, TENSOR_ALIGNMENT) if fits else 0
+    # Give each run with several tensors a place in the common tensor, as far as they fit.
+    placed_runs: list[tuple[int | None, Sequence[DeviceMove]]] = []
+    taken = 0
+    for run in _runs(moves, small_bytes, gap_bytes):
+        fitting = bisect_right(run, run[0].start + ROOM_BYTES_MAX - taken, key=_end)
+        together, others = (run[:fitting], run[fitting:]) if fitting > 1 else ([], run)
+        if together:
+            placed_runs.append((taken, together))
+            taken += round_up(_end(together[-1]) - run[0].start, TENSOR_ALIGNMENT)
+        placed_runs.append((None, others))
     if not taken:
         return list(moves), Gather()
     device = moves[0].flat.device
     try:
-        room = torch.zeros(taken, dtype=torch.uint8, device=device)
+        room = _room(taken, device)
     except torch.OutOfMemoryError:
         _report_full(device)
         return list(moves), Gather()
-    gathered: list[DeviceMove] = []
-    tensors: list[torch.Tensor] = []
+    cut: list[DeviceMove] = []
+    collected: list[DeviceMove] = []
     ranges: list[torch.Tensor] = []
     # Move each such run at once, and all other tensors one by one.
-    for at, run in placed_runs:
+    for at, placed in placed_runs:
         if at is None:
-            gathered += run
+            cut += placed
             continue
-        first, nbytes = run[0].start, _end(run[-1]) - run[0].start
-        gathered.append(DeviceMove(first, nbytes, room[at : at + nbytes]))
-        tensors += [move.flat for move in run]
-        ranges += [room[at + m.start - first : at + _end(m) - first] for m in run]
-    return gathered, Gather(tuple(tensors), tuple(ranges))
+        first, nbytes = placed[0].start, _end(placed[-1]) - placed[0].start
+        cut.append(DeviceMove(first, nbytes, room[at : at + nbytes]))
+        collected += placed
+        ranges += [room[at + m.start - first : at + _end(m) - first] for m in placed]
+    starts, tensors = (move.start for move in collected), (move.flat for move in collected)
+    return cut, Gather(tuple(starts), tuple(tensors), tuple(ranges))
 
 
-def _runs(
-    moves: Sequence[DeviceMove], piece_bytes: int, small_bytes: int, gap_bytes: int
-) -> list[list[DeviceMove]]:
+def _runs(moves: Sequence[DeviceMove], small_bytes: int, gap_bytes: int) -> list[list[DeviceMove]]:
     """Divide `moves` into runs. A tensor that is not small, or that is on another device than the
     first tensor, is a run by itself."""
     runs: list[list[DeviceMove]] = []
@@ -114,17 +126,33 @@ def _runs(
     """The previous move, if the next one may join its run."""
     for move in moves:
         small = move.nbytes <= small_bytes and move.flat.device == moves[0].flat.device
-        if (
-            small
-            and last is not None
-            and move.start - _end(last) <= gap_bytes
-            and move.start // piece_bytes == (_end(last) - 1) // piece_bytes
-        ):
+        if small and last is not None and move.start - _end(last) <= gap_bytes:
             runs[-1].append(move)
         else:
             runs.append([move])
         last = move if small else None
     return runs
+
+
+def _room(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate zeros on `device`, uint8 [nbytes], that any stream may use at once.
+
+    On the current stream they would be memory that kernels queued there may still use, and would be
+    set to zero behind these: a capture does not wait for either.
+    """
+    if device.type != "cuda":
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    stream = _stream_of_rooms(device)
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        room = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    stream.synchronize()
+    return room
+
+
+@cache
+def _stream_of_rooms(device: torch.device) -> torch.cuda.Stream:
+    """The stream to which the memory of all rooms belongs, so that one can have that of another."""
+    return torch.cuda.Stream(device)
 
 
 def _end(move: DeviceMove) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +65,18 @@ class Placed:
     def slots(self, pieces: int) -> bytes:
         """Slot of each of the first `pieces` pieces."""
         return self.places[:pieces] or bytes([self.slot]) * pieces
+
+    def together(self, pieces: Iterable[int]) -> list[tuple[int, int, int]]:
+        """Ranges of these ascending pieces that lie together in the arena: (first byte in the
+        payload, end, bytes to add to get the offset in the arena)."""
+        size = self.layout.piece_bytes
+        ranges: list[tuple[int, int, int]] = []
+        for piece in pieces:
+            low, shift = piece * size, self.start(piece)
+            if ranges and ranges[-1][1:] == (low, shift):
+                low = ranges.pop()[0]
+            ranges.append((low, (piece + 1) * size, shift))
+        return ranges
 
     @property
     def view_of_slot(self) -> memoryview:

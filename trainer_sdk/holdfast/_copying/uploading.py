@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from holdfast._copying.devices import DeviceMove, UploadRange
+from holdfast._copying.devices import DeviceMove, UploadRange, parts_of
 from holdfast._copying.placed import Flags, Placed
 from holdfast_core.snapshots.layouts import PAGE_BYTES, round_up
 
@@ -35,26 +35,20 @@ class Uploads:
         count: int,
         block_bytes: int,
     ) -> None:
-        self._block_bytes, self._size = block_bytes, source.layout.piece_bytes
         self.left: Flags = np.zeros(count, dtype=bool)
         """Marks the pieces that threads have to copy as well as to verify."""
         self._ranges: list[tuple[UploadRange, set[int]]] = []
         """Each range, with the numbers of its blocks."""
-        slots, slot_bytes = source.slots(count), source.layout.slot_bytes
+        pieces = self._block_pieces = block_bytes // source.layout.piece_bytes
         per_range = max(RANGE_BYTES // block_bytes, 1)
         found: dict[tuple[int, int], tuple[list[DeviceMove], set[int]]] = {}
         for block, of_block in enumerate(moves):
-            for move in of_block:
-                first = move.start // self._size
-                of_move = slots[first : -(-(move.start + move.nbytes) // self._size)]
-                # The daemon says where the pieces are. A tensor in several slots is no tensor.
-                if not of_move or of_move.count(of_move[0]) < len(of_move):
-                    self._leave(block)
-                    continue
-                there = DeviceMove(move.start + of_move[0] * slot_bytes, move.nbytes, move.flat)
-                begun = found.setdefault((block // per_range, of_move[0]), ([], set()))
-                begun[0].append(there)
-                begun[1].add(block)
+            in_block = range(block * pieces, min((block + 1) * pieces, count))
+            for together in source.together(in_block):
+                if parts := list(parts_of(of_block, [together])):
+                    begun = found.setdefault((block // per_range, together[2]), ([], set()))
+                    begun[0].extend(parts)
+                    begun[1].add(block)
         for of_range, blocks in found.values():
             low = min(move.start for move in of_range)
             low -= low % PAGE_BYTES
@@ -67,10 +61,7 @@ class Uploads:
 
     def leave(self, number: int) -> None:
         """Leave the range with this number, and all after it, to threads."""
+        pieces = self._block_pieces
         for _, blocks in self._ranges[number:]:
             for block in blocks:
-                self._leave(block)
-
-    def _leave(self, block: int) -> None:
-        pieces = self._block_bytes // self._size
-        self.left[block * pieces : (block + 1) * pieces] = True
+                self.left[block * pieces : (block + 1) * pieces] = True

@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdfast._copying import gathering
 from holdfast._copying.bubbles import Bubbles
 from holdfast._copying.devices import (
     GROUPS_AHEAD,
@@ -27,21 +28,31 @@ from holdfast._copying.devices import (
     Download,
     Fence,
     GroupCopy,
+    MoveGroup,
     PacedDownload,
 )
 from holdfast._copying.engine import (
     BLOCK_PIECES,
     GROUP_BLOCKS,
+    GROUP_S,
     BadPieceError,
     CopyEngine,
     CopyPlan,
+    blocks_at_once,
     plan_copy,
     with_device_moves,
 )
 from holdfast._copying.gathering import ALIGNING_GAP_MAX, GAP_BYTES_MAX, Gather, gather
 from holdfast._copying.placed import Flags, Placed
 from holdfast_core.errors import CorruptError
-from holdfast_core.snapshots.layouts import SLOTS_MIN, Layout, piece_digests, round_up
+from holdfast_core.snapshots.layouts import (
+    PIECE_BYTES,
+    SLOTS_MIN,
+    TENSOR_ALIGNMENT,
+    Layout,
+    piece_digests,
+    round_up,
+)
 
 PIECE = 64
 HUNG_S = 30.0
@@ -51,22 +62,22 @@ Part = tuple[int, int, torch.Tensor]
 class PlayedDownload:
     """Copies that are made when someone waits for their group."""
 
-    def __init__(self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview) -> None:
+    def __init__(self, groups: Sequence[MoveGroup], slot: memoryview) -> None:
         self._groups, self._slot = groups, slot
-        self._copied: set[int] = set()
+        self._copied = 0
         self._lock = threading.Lock()
 
     def wait(self, group: int) -> None:
         with self._lock:
-            if group not in self._copied:
-                _write(self._groups[group], self._slot)
-                self._copied.add(group)
+            for number in range(self._copied, group + 1):
+                _copy(self._groups[number], self._slot)
+            self._copied = max(self._copied, group + 1)
 
     def hurry(self) -> None:
         """Do what it can, which is nothing."""
 
     def is_over(self) -> bool:
-        return len(self._copied) == len(self._groups)
+        return self._copied == len(self._groups)
 
 
 class Arrived:
@@ -97,14 +108,14 @@ class PlayedDevice(CpuDevice):
         """Groups that it has copied."""
 
     def download(
-        self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
+        self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
     ) -> Download | None:
         if self._how is How.UNPINNED:
             return None
         if self._how is How.PACED:
 
             def begin(group: int) -> GroupCopy:
-                _write(groups[group], slot)
+                _copy(groups[group], slot)
                 self.begun.append(group)
                 return Arrived()
 
@@ -122,6 +133,12 @@ class PlayedDevice(CpuDevice):
     ) -> None:
         for move in moves:
             move.flat.copy_(buffer[move.start - start : move.start - start + move.nbytes])
+
+
+def _copy(group: MoveGroup, slot: memoryview) -> None:
+    if group.collect is not None:
+        group.collect()
+    _write(group.moves, slot)
 
 
 def _write(moves: Sequence[DeviceMove], slot: memoryview) -> None:
@@ -203,16 +220,21 @@ def test_nothing_of_a_capture_is_left_to_the_collector_of_cycles(engine: CopyEng
     st.lists(st.integers(0, 40 * PIECE), max_size=8),
     st.binary(max_size=3 * PIECE),
     st.integers(0, 99),
-    st.booleans(),
+    st.sampled_from((None, 0, 3 * PIECE)),
     st.booleans(),
 )
 def test_what_is_captured_is_hashed_and_comes_back(
-    engine: CopyEngine, lengths: list[int], extras: bytes, seed: int, device: bool, scattered: bool
+    engine: CopyEngine,
+    lengths: list[int],
+    extras: bytes,
+    seed: int,
+    gathered: int | None,
+    scattered: bool,
 ) -> None:
     parts = parts_of(lengths, seed, apart=scattered)
     plan = plan_copy(parts, (), PIECE)
-    if device:
-        plan = on_device(parts)
+    if gathered is not None:
+        plan = on_device(parts, gathered_bytes_max=gathered)
     offset = max((start + flat.numel() for start, _, flat in parts), default=0)
     end = offset + len(extras)
     places = bytearray()
@@ -342,28 +364,115 @@ def test_gathered_tensors_of_an_expert_that_is_skipped_stay_as_they_are(engine: 
     starts = [PIECE * i + at for i in range(3) for at in (0, 20, 40)]
     parts = [(at, 0, flat) for at, flat in zip(starts, flats, strict=True)]
     plan = on_device(parts, gathered_bytes_max=PIECE)
-    assert [move.nbytes for move in plan.device_moves[0]] == [PIECE] * 3
+    assert [move.nbytes for move in plan.device_moves[0]] == [3 * PIECE]
     target = placed(3 * PIECE, 4 * PIECE)
     target.write(0, b"\x55" * 3 * PIECE)
     captured(engine, plan, target, skip=np.array([False, True, False]))
     assert target.read(0, 3 * PIECE) == b"\x01" * PIECE + b"\x55" * PIECE + b"\x03" * PIECE
 
 
-def test_a_run_ends_at_a_large_tensor_a_wide_gap_and_where_an_expert_may_begin() -> None:
+def test_small_tensors_are_copied_in_as_few_pieces_as_large_ones(engine: CopyEngine) -> None:
+    group_bytes = PIECE * BLOCK_PIECES * GROUP_BLOCKS
+    length, end = PIECE // 4, 5 * group_bytes // 2
+    parts = [(at, 0, torch.full((length,), 1, dtype=torch.uint8)) for at in range(0, end, length)]
+    plan = on_device(parts, gathered_bytes_max=length)
+    groups = plan.device_groups.of(GROUP_BLOCKS)
+    copies = [[(move.start, move.nbytes) for move in group.moves] for group in groups]
+    assert copies == [
+        [(0, group_bytes)],
+        [(group_bytes, group_bytes)],
+        [(2 * group_bytes, group_bytes // 2)],
+    ]
+    target = placed(end, end + PIECE)
+    captured(engine, plan, target)
+    assert target.read(0, end) == b"\x01" * end
+
+
+def test_a_group_is_collected_when_it_begins_not_before_the_first_copy() -> None:
+    """So the device collects one group while it copies another."""
+    length, group_bytes = PIECE // 4, PIECE * BLOCK_PIECES * GROUP_BLOCKS
+    count = 6 * group_bytes // length
+    parts = [
+        (length * i, 0, torch.full((length,), 1 + i % 250, dtype=torch.uint8)) for i in range(count)
+    ]
+    plan, end = on_device(parts, gathered_bytes_max=length), 6 * group_bytes
+    collected: list[list[int]] = []
+
+    class Watched(PlayedDevice):
+        def download(
+            self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
+        ) -> Download | None:
+            def begin(number: int) -> GroupCopy:
+                _copy(groups[number], slot)
+                starts = range(0, end, group_bytes)
+                collected.append(
+                    [i for i, at in enumerate(starts) if plan.gather.ranges[at // length].any()]
+                )
+                return Arrived()
+
+            return PacedDownload(len(groups), begin)
+
+    target = placed(end, end + PIECE)
+    engine = CopyEngine(1, Watched(How.PACED))
+    digests = captured(engine, plan, target)
+    assert collected == [list(range(n + 1)) for n in range(6)]
+    assert digests == piece_digests(target.read(0, end), PIECE)
+    assert target.read(0, end) == b"".join(bytes([1 + i % 250]) * length for i in range(count))
+
+
+def test_what_has_no_room_is_copied_tensor_by_tensor(
+    engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length, count = TENSOR_ALIGNMENT, 50
+    monkeypatch.setattr(gathering, "ROOM_BYTES_MAX", 20 * length + 1)
+    parts = [(length * i, 0, torch.full((length,), 1 + i, dtype=torch.uint8)) for i in range(count)]
+    plan, end = on_device(parts, gathered_bytes_max=length), count * length
+    assert len(plan.gather.tensors) == 20
+    moves = [move.nbytes for of_block in plan.device_moves for move in of_block]
+    assert sum(moves[:-30]) == 20 * length
+    assert moves[-30:] == [length] * 30
+    target = placed(end, end + PIECE)
+    digests = captured(engine, plan, target, copied=lambda: change(parts))
+    wanted = b"".join(bytes([1 + i]) * length for i in range(count))
+    assert target.read(0, end) == wanted
+    engine.restore(plan, target, end, digests)
+    assert b"".join(flat.numpy().tobytes() for _, _, flat in parts) == wanted
+
+
+def test_only_blocks_that_are_copied_are_in_groups() -> None:
+    """A mirror is copied part by part, each of which leaves out all other pieces."""
+    count = 9 * BLOCK_PIECES
+    parts = parts_of([count * PIECE], 1)
+    sizes: list[list[int]] = []
+
+    class Watched(PlayedDevice):
+        def download(
+            self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
+        ) -> Download | None:
+            sizes.append([len(group.moves) for group in groups])
+            return super().download(groups, slot, fence)
+
+    target, skip = placed(count * PIECE, (count + 1) * PIECE), np.ones(count, dtype=bool)
+    for block in (1, 2, 4, 6, 8):
+        skip[BLOCK_PIECES * block + 3] = False
+    captured(CopyEngine(1, Watched(How.PACED)), on_device(parts), target, skip=skip)
+    assert sizes == [[GROUP_BLOCKS, 5 - GROUP_BLOCKS]]
+    copied = [target.read(at * PIECE, PIECE) != bytes(PIECE) for at in range(count)]
+    assert copied == (~skip).tolist()
+
+
+def test_a_run_ends_at_a_large_tensor_and_at_a_wide_gap() -> None:
     def runs(
-        *places: tuple[int, int], piece: int = 4096, gap: int = GAP_BYTES_MAX
+        *places: tuple[int, int], gap: int = GAP_BYTES_MAX
     ) -> tuple[list[tuple[int, int]], Gather]:
         flats = [(start, torch.zeros(nbytes, dtype=torch.uint8)) for start, nbytes in places]
         moves = [DeviceMove(start, flat.numel(), flat) for start, flat in flats]
-        found, gathered = gather(moves, piece, 100, gap)
+        found, gathered = gather(moves, 100, gap)
         return [(move.start, move.nbytes) for move in found], gathered
 
     assert runs((0, 50), (64, 50), (128, 50))[0] == [(0, 178)]
     assert runs((0, 50), (64, 101), (192, 50))[0] == [(0, 50), (64, 101), (192, 50)]
     assert runs((0, 50), (1600, 50), (1664, 50))[0] == [(0, 50), (1600, 114)]
-    assert runs((4000, 96), (4096, 50), (4160, 50))[0] == [(4000, 96), (4096, 114)]
-    assert runs((4000, 50), (4160, 50))[0] == [(4000, 50), (4160, 50)]
-    assert runs((4000, 50), (4064, 50), (4128, 9))[0] == [(4000, 137)]
     aligned = runs((0, 50), (64, 50), (192, 50), (256, 64), (320, 9), gap=ALIGNING_GAP_MAX)
     assert aligned[0] == [(0, 114), (192, 137)]
     assert runs((0, 50))[1] == Gather()
@@ -439,6 +548,46 @@ def test_a_device_copies_all_that_is_left_when_training_needs_the_tensors() -> N
     assert device.begun == list(range(20))
     assert digests.tobytes() == piece_digests(target.read(0, count * PIECE), PIECE)
     assert target.read((count - 1) * PIECE, 4) == b"late"  # hashed afterwards
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("link", "bytes_s", "blocks"),
+    [
+        ("before anything is measured", 0, 4),
+        ("PCIe 3", 12 * GB, 1),
+        ("PCIe 4", 25 * GB, 2),
+        ("PCIe 5, slowest of an H200", 49 * GB, 4),
+        ("PCIe 5, fastest of an H200", 55 * GB, 4),
+        ("NVLink-C2C", 380 * GB, 32),
+        ("a clock that is wrong", 1e30, 64),
+        ("a link that hardly moves", 1, 1),
+    ],
+)
+def test_a_group_takes_a_link_as_long_as_any_other_link(
+    link: str, bytes_s: float, blocks: int
+) -> None:
+    assert blocks_at_once(bytes_s, BLOCK_PIECES * PIECE_BYTES) == blocks, link
+
+
+def test_groups_are_of_another_size_once_the_rate_is_known() -> None:
+    count = 20 * BLOCK_PIECES
+    parts = parts_of([count * PIECE], 6)
+    plan, target = on_device(parts), placed(count * PIECE, (count + 1) * PIECE)
+    device, skip = PlayedDevice(How.PACED), np.zeros(count, dtype=bool)
+    engine, numbers = CopyEngine(2, device), list[int]()
+    for rate in (0.0, BLOCK_PIECES * PIECE / GROUP_S, 10 * BLOCK_PIECES * PIECE / GROUP_S):
+        device.bytes_s = rate
+        for skipped in (None, skip):
+            device.begun.clear()
+            digests = captured(engine, plan, target, skip=skipped)
+            assert digests == piece_digests(target.read(0, count * PIECE), PIECE)
+            target.write(0, bytes(count * PIECE))
+            numbers.append(len(device.begun))
+    engine.close()
+    assert numbers == [5, 5, 20, 20, 3, 3]
 
 
 def test_an_error_in_what_follows_the_copies_ends_the_capture(engine: CopyEngine) -> None:

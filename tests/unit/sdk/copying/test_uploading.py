@@ -397,8 +397,9 @@ def test_gathered_bytes_that_a_copy_has_lost_never_reach_their_tensors() -> None
     snapshot = snapshot_of(there, gathered=PIECE)
     assert len(snapshot.plan.gather.tensors) == len(there)
     move = snapshot.plan.device_moves[0][0]
-    # Every third piece ends with a gap.
-    assert snapshot.restore(trusted(), Losing(move.flat, 1)) == 8 * PIECE
+    assert len(snapshot.plan.device_moves[0]) == 1
+    # The last piece is not full.
+    assert snapshot.restore(trusted(), Losing(move.flat, 1)) == 11 * PIECE
     assert snapshot.is_right
     with pytest.raises(CorruptError):
         snapshot.restore(trusted(), Losing(move.flat, 3))
@@ -488,11 +489,15 @@ def test_threads_verify_until_a_device_is_tested() -> None:
     assert snapshot.is_right
 
 
-def test_a_tensor_that_a_daemon_places_in_several_slots_is_copied_piece_by_piece() -> None:
-    """Its bytes do not lie together, as those of a tensor do; digests decide whether they are
-    right."""
-    flat = flat_of(2 * BLOCK, 1)
-    snapshot = snapshot_of([(0, 0, flat)], places=bytes(2 * BLOCK_PIECES + 1))
+@pytest.mark.parametrize("tensor_bytes", [2 * BLOCK, 2 * STRIPE_BYTES])
+def test_moves_are_cut_where_the_daemon_has_placed_their_pieces_in_several_slots(
+    tensor_bytes: int,
+) -> None:
+    """They are of one tensor or of gathered ones; digests decide whether the bytes are right."""
+    flats = flat_of(2 * BLOCK, 1).split(tensor_bytes)
+    there = [(index * tensor_bytes, 0, flat) for index, flat in enumerate(flats)]
+    snapshot = snapshot_of(there, gathered=PIECE, places=bytes(2 * BLOCK_PIECES + 1))
+    assert len(snapshot.plan.device_moves[0]) == 1
     slots = bytes([0] * 5 + [2] * (2 * BLOCK_PIECES - 4))
     raw = memoryview(
         (ctypes.c_ubyte * len(snapshot.source.arena)).from_address(snapshot.source.address)
@@ -500,7 +505,7 @@ def test_a_tensor_that_a_daemon_places_in_several_slots_is_copied_piece_by_piece
     moved = replace(snapshot.source, arena=raw, places=slots)
     moved.write(0, snapshot.source.read(0, snapshot.nbytes))
     split = replace(snapshot, source=moved)
-    assert split.restore(trusted()) == BLOCK
+    assert split.restore(trusted()) == 2 * BLOCK
     assert split.is_right
     split.damage(BLOCK - 1)
     with pytest.raises(BadPieceError):
