@@ -47,7 +47,7 @@ STEPS = (
     Step(path="benchmarks/gpu/restoring.py", limit_s=70),
     Step(path="benchmarks/gpu/copying.py", limit_s=60),
     Step(path="benchmarks/gpu/saving.py", limit_s=75),
-    Step(path="benchmarks/gpu/step.py", limit_s=120),
+    Step(path="benchmarks/gpu/step.py", limit_s=190),
     Step(path="benchmarks/gpu/dispatching.py", limit_s=45),
     Step(path="tests/gpu/test_message_copies.py", limit_s=30),
     Step(path="benchmarks/gpu/boundary_logs.py", limit_s=35),

@@ -156,7 +156,7 @@ def test_the_rest_is_copied_at_once_when_training_waits(plan: CopyPlan, target: 
     ((groups, copied_s),) = copied
     assert groups == GROUPS
     assert waits_s <= copied_s < waits_s + 10
-    assert sum(begun_s < waits_s for begun_s in device.begun_s) < GROUPS // 2
+    assert sum(begun_s < waits_s for begun_s in device.begun_s) <= GROUPS // 2
 
 
 def test_copies_that_threads_hash_are_held_back_by_nothing_else(
