@@ -25,10 +25,11 @@ from benchmarks.gpu.results import Goal, Results, in_turn, run
 from benchmarks.gpu.room import GIB, MIB, cores, state_bytes
 from benchmarks.measure import timed
 from holdfast._copying.device_hashes import DeviceHasher, triton_kernel
-from holdfast._copying.engine import GROUP_BLOCKS, CopyEngine, CopyPlan, plan_copy
+from holdfast._copying.engine import BLOCK_PIECES, CopyEngine, CopyPlan, blocks_at_once, plan_copy
 from holdfast._copying.gathering import GATHERED_BYTES_MAX
 from holdfast_core.snapshots.layouts import PIECE_BYTES
 
+BLOCK_BYTES = BLOCK_PIECES * PIECE_BYTES
 STATE_BYTES_MAX = 4 * GIB
 PREPARE_S, LIMIT_S = 8.0, 50.0
 TENSOR_BYTES = {"64MiB": 64 * MIB, "1GiB": GIB, "1MiB": MIB, "64KiB": 64 * 1024}
@@ -105,7 +106,7 @@ def _copies(
     plan, whole = plan_of(tensors), torch.cat([*tensors])
 
     def ours() -> None:
-        groups = plan.device_groups.of(GROUP_BLOCKS)
+        groups = plan.device_groups.of(blocks_at_once(arena.device.bytes_s, BLOCK_BYTES))
         download = arena.device.download(groups, arena.placed.view_of_slot, arena.device.fence())
         if download is None:
             raise RuntimeError("CUDA does not pin the arena")
@@ -118,6 +119,7 @@ def _copies(
         pairs = in_turn(ours, floor, results.device, results.repetitions)
         _check(arena, pinned)
         results.rates(figure, pinned.numel(), pairs, "pinned copy", COPIED)
+        results.state("fastest_group_bytes_s", arena.device.bytes_s)
 
     results.attempt(figure, compare)
 

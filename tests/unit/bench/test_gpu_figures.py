@@ -25,7 +25,7 @@ MEASURED = {
     "boundary_logs": {"micro_batch_logged_waiting"},
     "dispatching": {"layer_dispatched", "layer_planned_on_host", "layer_of_plain_ep"},
     "saving": {"save_call_small", "save_call_large", "blocked_small", "blocked_large"},
-    "step": {"step_threads_2", "step_skipped_threads_2"},
+    "step": {"step_threads_2", "step_skipped_threads_2", "step_1gib_threads_2"},
     "detectors": {"step_detectors", "detectors_daemons", "detectors_trainers"},
     "hashing": {"hashed_threads_1"},
     "peers": {"blocked_holdfast", "survives_holdfast", "survives_torch_save"},
