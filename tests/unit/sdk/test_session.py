@@ -137,8 +137,8 @@ def test_the_optimizer_waits_while_the_save_before_is_hashed(
             waited.set()
             return super().wait(timeout)
 
-    def slow(*arguments: Any, **options: Any) -> Any:
-        digests = capture(*arguments, **options)
+    def slow(*arguments: Any) -> Any:
+        digests = capture(*arguments)
         waited.wait(HUNG_S)
         return digests
 

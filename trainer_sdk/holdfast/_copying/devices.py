@@ -138,10 +138,6 @@ class Device(Protocol):
     def has_passed(self, fence: Fence) -> bool:
         """Whether the device has done all work that was queued before the fence."""
 
-    def between_s(self, first: Fence, second: Fence) -> float:
-        """Return the seconds of device time between two fences that have both passed; 0 where
-        fences have no time."""
-
     def after(self, fence: Fence) -> AbstractContextManager[None]:
         """Run this thread's tensor operations after the fence, concurrently with training."""
 
@@ -245,10 +241,6 @@ class CpuDevice:
         del fence
         return True
 
-    def between_s(self, first: Fence, second: Fence) -> float:
-        del first, second
-        return 0.0
-
     def after(self, fence: Fence) -> AbstractContextManager[None]:
         del fence
         return nullcontext()
@@ -320,18 +312,10 @@ class CudaDevice:
             torch.ones(1, device=torch.device("cuda", self._first))
 
     def fence(self) -> Fence:
-        return {
-            index: _mark(torch.cuda.current_stream(index), timed=True) for index in self._streams
-        }
+        return {index: _mark(torch.cuda.current_stream(index)) for index in self._streams}
 
     def has_passed(self, fence: Fence) -> bool:
         return not isinstance(fence, dict) or all(event.query() for event in fence.values())
-
-    def between_s(self, first: Fence, second: Fence) -> float:
-        if not (isinstance(first, dict) and isinstance(second, dict)):
-            return 0.0
-        between_ms = (first[index].elapsed_time(second[index]) for index in self._streams)
-        return 1e-3 * float(min(between_ms))
 
     def after(self, fence: Fence) -> AbstractContextManager[None]:
         return _on(self._streams, fence)

@@ -46,7 +46,6 @@ from holdfast._copying.devices import (
     parts_of,
 )
 from holdfast._copying.gathering import GAP_BYTES_MAX, GATHERED_BYTES_MAX, Gather, gather
-from holdfast._copying.pacing import LOOK_S, Pace, Turns
 from holdfast._copying.placed import Flags, Placed
 from holdfast._copying.strided import copy_of_span
 from holdfast._copying.uploading import Uploads
@@ -210,7 +209,6 @@ class CopyEngine:
         hurry: Callable[[], bool] = _always,
         *,
         hashed: bool = True,
-        pace: Pace | None = None,
     ) -> Digests:
         """Copy all tensors into the target, and hash the pieces that they fill. `finish` writes the
         rest.
@@ -224,7 +222,6 @@ class CopyEngine:
                 may change. If it raises, the capture ends with that error.
             hurry: returns whether training needs the tensors now.
             hashed: whether the caller needs digests.
-            pace: spreads the copies if devices hash, and `hurry` does not; None for no spreading.
 
         Returns:
             uint64 [pieces with tensors]: the xxh3-64 of each piece; 0 for skipped pieces, for the
@@ -244,7 +241,7 @@ class CopyEngine:
         capture = _Capture(self._device, plan, target, fence, skip, copied, hurry, hashes, hashed)
         feed = None
         if bubbles is None:
-            capture.begin(pace)
+            capture.begin()
         else:
             capture.collect()
             size = plan.piece_bytes
@@ -659,10 +656,6 @@ class _Capture:
         self._group_of: dict[int, int] = {}
         """Number of the group of each block with device moves, by the block's first piece."""
         self._download: Download | None = None
-        self._turns: Turns | None = None
-        """The turns of the groups; None if their copies are not spread."""
-        self._rushed = threading.Event()
-        """Set when training waits."""
         self._from_host = _Once()
         self._copied: Callable[[], None] | None = copied
 
@@ -673,16 +666,13 @@ class _Capture:
                 self._gather.collect()
         self._is_collected = True
 
-    def begin(self, pace: Pace | None) -> None:
+    def begin(self) -> None:
         """Begin the copies that the device makes by itself."""
-        groups = self._groups()
-        self._download = self._device.download(groups, self._memory, self._fence)
+        self._download = self._device.download(self._groups(), self._memory, self._fence)
         if self._download is None:
             self.collect()
-            return
-        if pace is not None and self._hashed is not None and groups:
-            self._turns = pace.turns(len(groups))
-        self._rush_if_needed(self._download)
+        elif self._hurry():
+            self._download.hurry()
 
     def _groups(self) -> Sequence[MoveGroup]:
         """Divide the device moves into groups, and note the group of each block."""
@@ -709,7 +699,7 @@ class _Capture:
         index, download = first // BLOCK_PIECES, self._download
         if download is not None:
             if first in self._group_of:
-                self._wait(download, self._group_of[first])
+                download.wait(self._group_of[first])
             self._from_host.do(first, self._copy_from_host)
         elif index < len(self._moves) and self._moves[index]:
             self._device.fetch(self._moves[index], self._memory, self._fence)
@@ -722,29 +712,13 @@ class _Capture:
                 view = self._target.arena[base + at : base + at + size]
                 self.digests[piece] = xxh3_64_intdigest(view)
 
-    def _wait(self, download: Download, group: int) -> None:
-        """Wait until a group has arrived: not before its turn, unless training waits."""
-        turns = self._turns
-        if turns is not None:
-            while (left_s := turns.left_s(group)) > 0 and not self._rushed.is_set():
-                self._rush_if_needed(download)
-                self._rushed.wait(min(left_s, LOOK_S))
-        download.wait(group)
-        if turns is not None:
-            turns.begin()
-
-    def _rush_if_needed(self, download: Download) -> None:
-        """Begin all remaining copies if training waits. Any thread."""
-        if self._hurry():
-            download.hurry()
-            self._rushed.set()
-
     def look(self) -> None:
         """State that everything is copied, if the device is done. For the thread that captures."""
         download = self._download
         if self._copied is None or download is None:
             return
-        self._rush_if_needed(download)
+        if self._hurry():
+            download.hurry()
         if download.is_over() and (self._hashed is None or self._of_hashes(self._hashed.is_over)):
             for first in self.blocks if self._host_moves else ():
                 self._from_host.do(first, self._copy_from_host)

@@ -30,7 +30,6 @@ from holdfast._copying.bubbles import Bubbles
 from holdfast._copying.devices import Device, Fence
 from holdfast._copying.engine import CopyEngine, Digests
 from holdfast._copying.mirror import fill
-from holdfast._copying.pacing import Pace
 from holdfast._copying.placed import Flags, Placed
 from holdfast._daemon.client import CommitRequest
 from holdfast._daemon.handles import SaveHandle
@@ -161,9 +160,6 @@ class SavePipeline:
         self._newest: Generation | None = None
         """Newest committed snapshot of this rank, from which bytes may be carried over."""
         self._commits = 0
-        self._pace = Pace()
-        self._before: Task | None = None
-        """The task whose tensors were copied last."""
         self.snapshot: OpenSnapshot | None = None
         """The snapshot in progress, which has a slot; None between snapshots."""
 
@@ -462,9 +458,7 @@ class SavePipeline:
             on_copied,
             # Hurry once training waits for the tensors and the device has finished its work.
             lambda: task.waiting_fence is not None and self._device.has_passed(task.waiting_fence),
-            pace=self._pace,
         )
-        self._note_time_left(task)
         # Everything is copied and hashed: note it, and let the strategy write the record.
         task.hashed.set()
         counters = self._tally.counters
@@ -472,19 +466,6 @@ class SavePipeline:
         counters.hashing = self._engine.hashing
         _note_copied(snapshot, choice, digests)
         return self.strategy.record(generation, call, choice, live)
-
-    def _note_time_left(self, task: Task) -> None:
-        """Note how long training left the tensors of the save before `task` as they were."""
-        before, self._before = self._before, task
-        if before is None:
-            return
-        left_s, device = before.left_s, self._device
-        if before.waiting_fence is not None:
-            # This task's fence has passed, and so have earlier ones of the same stream.
-            passed = device.has_passed(before.fence) and device.has_passed(before.waiting_fence)
-            left_s = device.between_s(before.fence, before.waiting_fence) if passed else 0.0
-        if left_s > 0:
-            self._pace.note(left_s)
 
     # --- commit -----------------------------------------------------------------------------------
 

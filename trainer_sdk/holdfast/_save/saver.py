@@ -144,8 +144,6 @@ class Saver:
             self.bubbles.end()
         task, began_s = self._current, time.monotonic()
         if task is None or task.closed:
-            if task is not None and not task.left_s:
-                task.left_s = began_s - task.began_s
             return
         # The previous task must be hashed before the worker can begin this one. There is no limit
         # for that, nor for the copying itself; only the start of this task has one.

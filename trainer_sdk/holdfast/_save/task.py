@@ -63,8 +63,6 @@ class Task:
         self.waiting_fence: Fence = None
         """Point in the device's queue at which training began to wait for the tensors; None before,
         and on the host."""
-        self.left_s = 0.0
-        """Time after which training needed the tensors, if they were released by then; 0 before."""
         self.hashed = threading.Event()
         """Set when the worker has hashed the bytes that it copied."""
         self.ended = threading.Event()
