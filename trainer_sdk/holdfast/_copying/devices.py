@@ -55,8 +55,7 @@ class MoveGroup:
 
     moves: Sequence[DeviceMove]
     collect: Callable[[], None] | None = None
-    """Queues the kernels that collect small tensors for these moves and, if the last tensor belongs
-    to both, for the next group's; None if there are none."""
+    """Queues the kernels that collect the small tensors of these moves; None if there are none."""
 
 
 def parts_of(

@@ -111,8 +111,9 @@ class DeviceGroups:
         return self._groups
 
     def collecting(self, ranges: Iterable[range]) -> Callable[[], None] | None:
-        """Return what collects the small tensors that begin in `ranges` of the slot; None if there
-        are none."""
+        """Return what collects the small tensors with bytes in `ranges` of the slot; None if there
+        are none. One that reaches from a group into the next is collected for each of them, as
+        either may be copied without the other: to the same bytes, so at any time."""
         parts = [self._gather.within(low.start, low.stop) for low in ranges]
         parts = [part for part in parts if part.tensors]
 
@@ -671,7 +672,11 @@ class _Capture:
         self._download = self._device.download(self._groups(), self._memory, self._fence)
         if self._download is None:
             self.collect()
-        elif self._hurry():
+            return
+        if self._gather.tensors and not self._is_collected:
+            with self._device.after(self._fence):  # which copies out of what others collect
+                self._gather.hold()
+        if self._hurry():
             self._download.hurry()
 
     def _groups(self) -> Sequence[MoveGroup]:
@@ -687,7 +692,9 @@ class _Capture:
                 MoveGroup(
                     tuple(chain.from_iterable(self._moves[at // BLOCK_PIECES] for at in of_group)),
                     self._device_groups.collecting(
-                        range(at * self._size, at * self._size + nbytes) for at in of_group
+                        range(at * self._size, at * self._size + nbytes)
+                        for at in of_group
+                        if self._moves[at // BLOCK_PIECES]
                     ),
                 )
                 for of_group in (firsts[i : i + at_once] for i in range(0, len(firsts), at_once))
@@ -698,7 +705,8 @@ class _Capture:
         """Copy the block with this first piece, and hash it. Any thread."""
         index, download = first // BLOCK_PIECES, self._download
         if download is not None:
-            if first in self._group_of:
+            # Once everything has arrived, training may record a CUDA graph: then nobody may wait.
+            if first in self._group_of and self._copied is not None:
                 download.wait(self._group_of[first])
             self._from_host.do(first, self._copy_from_host)
         elif index < len(self._moves) and self._moves[index]:

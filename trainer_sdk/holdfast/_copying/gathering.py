@@ -56,19 +56,33 @@ class Gather:
     """Range of each small tensor in the common one: uint8 [bytes]."""
 
     def within(self, low: int, high: int) -> Gather:
-        """Return the small tensors that begin in the range `low` … `high` - 1 of the slot."""
-        part = slice(bisect_left(self.starts, low), bisect_left(self.starts, high))
+        """Return the small tensors that have bytes in the range `low` … `high` - 1 of the slot."""
+        first = bisect_right(range(len(self.starts)), low, key=self._end)
+        part = slice(first, bisect_left(self.starts, high))
         return Gather(self.starts[part], self.tensors[part], self.ranges[part])
 
     def collect(self) -> None:
         """Queue the copies of all tensors into their ranges."""
         if self.tensors:
+            self.hold()
             torch._foreach_copy_(self.ranges, self.tensors)
 
     def distribute(self) -> None:
         """Queue the copies of all ranges into their tensors."""
         if self.tensors:
+            self.hold()
             torch._foreach_copy_(self.tensors, self.ranges)
+
+    def hold(self) -> None:
+        """Keep the memory of the ranges, once nothing refers to it any more, until the current
+        stream has done what is queued there by then. It belongs to the stream of rooms, on which
+        the next room could otherwise have it at once, and be set to zero."""
+        for common in self.ranges[:1]:
+            if common.is_cuda:
+                common.record_stream(torch.cuda.current_stream(common.device))
+
+    def _end(self, index: int) -> int:
+        return self.starts[index] + self.tensors[index].numel()
 
 
 def gather(

@@ -9,9 +9,11 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -461,6 +463,111 @@ def test_only_blocks_that_are_copied_are_in_groups() -> None:
     assert copied == (~skip).tolist()
 
 
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_small_tensor_is_collected_for_whichever_of_its_blocks_is_copied(
+    engine: CopyEngine, behind: bool
+) -> None:
+    """Its bytes in the other block are left out, and nothing has collected them before."""
+    count, half = 2 * BLOCK_PIECES, PIECE // 2
+    border, end = BLOCK_PIECES * PIECE, count * PIECE
+    parts = [
+        (at, 0, torch.full((PIECE,), 1 + at // PIECE, dtype=torch.uint8))
+        for at in range(half, end - half, PIECE)
+    ]
+    plan, target = on_device(parts, gathered_bytes_max=PIECE), placed(end, end + PIECE)
+    skip = (np.arange(count) < BLOCK_PIECES) == behind
+    digests = captured(engine, plan, target, skip=skip)
+    across = bytes([BLOCK_PIECES]) * half
+    wanted = bytes(half) + across if behind else across + bytes(half)
+    assert target.read(border - half, PIECE) == wanted
+    copied = range(border, end) if behind else range(border)
+    assert digests[8 * copied.start // PIECE : 8 * copied.stop // PIECE] == piece_digests(
+        target.read(copied.start, len(copied)), PIECE
+    )
+
+
+def test_no_small_tensor_is_collected_for_pieces_that_are_left_out() -> None:
+    """Nobody would wait for that, and training could change the tensor meanwhile."""
+    flats = parts_of([10] * 4, 1)
+    here = [(PIECE, 0, torch.ones(PIECE, dtype=torch.uint8))]
+    plan = with_device_moves(
+        plan_copy(here, (), PIECE),
+        [DeviceMove(at, flat.numel(), flat) for at, _, flat in flats],
+        10,
+    )
+    groups: list[MoveGroup] = []
+
+    class Watched(PlayedDevice):
+        def download(
+            self, found: Sequence[MoveGroup], slot: memoryview, fence: Fence
+        ) -> Download | None:
+            groups.extend(found)
+            return super().download(found, slot, fence)
+
+    target = placed(2 * PIECE, 3 * PIECE)
+    captured(CopyEngine(1, Watched(How.PACED)), plan, target, skip=np.array([True, False]))
+    assert plan.gather.tensors
+    assert [(group.moves, group.collect) for group in groups] == [((), None)]
+    assert target.read(0, 2 * PIECE) == bytes(PIECE) + b"\x01" * PIECE
+
+
+class InRoom(torch.Tensor):
+    """Plays memory of a CUDA device that belongs to the stream of rooms."""
+
+    is_cuda = True
+    held: list[str]
+    """Streams that the memory waits for when it is freed."""
+
+    def record_stream(self, stream: Any) -> None:
+        InRoom.held.append(stream)
+
+
+@pytest.mark.parametrize("how", [How.PACED, How.UNPINNED])
+def test_memory_of_small_tensors_is_kept_until_all_streams_are_done_with_it(
+    monkeypatch: pytest.MonkeyPatch, how: How
+) -> None:
+    """Otherwise the next plan could set it to zero while a capture or a restore still reads it."""
+    current = ["training"]
+    InRoom.held = []
+
+    @contextmanager
+    def on(stream: str) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    class Streaming(PlayedDevice):
+        def after(self, fence: Fence) -> AbstractContextManager[None]:
+            return on("copies")
+
+        def download(
+            self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
+        ) -> Download | None:
+            def collecting(collect: Callable[[], None]) -> None:
+                with on("collecting"):
+                    collect()
+
+            there = [
+                replace(g, collect=g.collect and partial(collecting, g.collect)) for g in groups
+            ]
+            return super().download(there, slot, fence)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(
+        gathering,
+        "_room",
+        lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8).as_subclass(InRoom),
+    )
+    parts = parts_of([10] * 20, 1)
+    plan, target = on_device(parts, gathered_bytes_max=PIECE), placed(10 * PIECE, 11 * PIECE)
+    engine = CopyEngine(1, Streaming(how))
+    digests = captured(engine, plan, target)
+    assert set(InRoom.held) == ({"collecting", "copies"} if how is How.PACED else {"copies"})
+    InRoom.held.clear()
+    engine.restore(plan, target, 10 * PIECE, digests)
+    assert InRoom.held == ["training"]
+
+
 def test_a_run_ends_at_a_large_tensor_and_at_a_wide_gap() -> None:
     def runs(
         *places: tuple[int, int], gap: int = GAP_BYTES_MAX
@@ -525,6 +632,31 @@ def test_tensors_may_change_before_everything_is_hashed() -> None:
     engine = CopyEngine(1, PlayedDevice(How.FAST))
     digests = captured(engine, plan, target, copied=lambda: target.write(59 * PIECE, b"late"))
     assert target.read(59 * PIECE, 4) == b"late"
+    assert digests == piece_digests(target.read(0, 60 * PIECE), PIECE)
+
+
+def test_nobody_waits_for_the_device_once_tensors_may_change() -> None:
+    """Training may record a CUDA graph then, which a thread that waits would spoil."""
+    parts, over = parts_of([60 * PIECE], 6), threading.Event()
+    waits: list[bool] = []
+
+    class Watched(PlayedDevice):
+        def download(
+            self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
+        ) -> Download | None:
+            download = PlayedDownload(groups, slot)
+            wait = download.wait
+
+            def watched(group: int) -> None:
+                waits.append(over.is_set())
+                wait(group)
+
+            download.wait = watched  # type: ignore[method-assign]
+            return download
+
+    plan, target = on_device(parts), placed(60 * PIECE, 61 * PIECE)
+    digests = captured(CopyEngine(1, Watched(How.SLOW)), plan, target, copied=over.set)
+    assert waits == [False]
     assert digests == piece_digests(target.read(0, 60 * PIECE), PIECE)
 
 
