@@ -107,7 +107,10 @@ def _copies(
 
     def ours() -> None:
         groups = plan.device_groups.of(blocks_at_once(arena.device.bytes_s, BLOCK_BYTES))
-        download = arena.device.download(groups, arena.placed.view_of_slot, arena.device.fence())
+        fence = arena.device.fence()
+        with torch.no_grad(), arena.device.after(fence):
+            plan.gather.collect()
+        download = arena.device.download(groups, arena.placed.view_of_slot, fence)
         if download is None:
             raise RuntimeError("CUDA does not pin the arena")
         download.hurry()

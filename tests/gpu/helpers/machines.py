@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 from host_kernel import HostKernel, copy_at_once
@@ -24,7 +25,6 @@ from holdfast._copying.devices import (
     DeviceMove,
     Download,
     Fence,
-    MoveGroup,
     Uploader,
     device_of,
 )
@@ -45,7 +45,7 @@ class _Arriving:
     def __init__(
         self,
         device: LateDevice,
-        groups: Sequence[MoveGroup],
+        groups: Sequence[Sequence[DeviceMove]],
         slot: memoryview,
         fence: Fence,
     ) -> None:
@@ -58,11 +58,8 @@ class _Arriving:
         self._device.reach(self._fence)
         target = torch.frombuffer(self._slot, dtype=torch.uint8)
         with self._lock:
-            for begun in () if self._over else self._groups:
-                if begun.collect is not None:
-                    begun.collect()
-                for move in begun.moves:
-                    target[move.start : move.start + move.nbytes] = move.flat
+            for move in () if self._over else chain(*self._groups):
+                target[move.start : move.start + move.nbytes] = move.flat
             self._over = True
 
     def hurry(self) -> None: ...
@@ -100,7 +97,9 @@ class LateDevice(CpuDevice):
         self.reach(fence)
         return nullcontext()
 
-    def download(self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence) -> Download:
+    def download(
+        self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
+    ) -> Download:
         return _Arriving(self, groups, slot, fence)
 
     def upload(

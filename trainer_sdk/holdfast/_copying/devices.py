@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -47,15 +47,6 @@ class DeviceMove:
     nbytes: int
     flat: torch.Tensor
     """Bytes of the tensor: uint8 [nbytes], on the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class MoveGroup:
-    """Moves into a slot that a device makes one after the other, and signals together."""
-
-    moves: Sequence[DeviceMove]
-    collect: Callable[[], None] | None = None
-    """Queues the kernels that collect the small tensors of these moves; None if there are none."""
 
 
 def parts_of(
@@ -144,11 +135,9 @@ class Device(Protocol):
         """Mark the end of all work that was queued within `after`. Any thread may call it."""
 
     def download(
-        self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
+        self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
     ) -> Download | None:
         """Make a download of all groups into the slot. Return None if the slot is not pinned.
-
-        Groups begin in order, and each is collected while those before are copied.
 
         Raises:
             InvalidJobError: a tensor is on a device that had no tensors when the session began.
@@ -248,7 +237,7 @@ class CpuDevice:
         return _Done()
 
     def download(
-        self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
+        self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
     ) -> Download | None:
         del groups, slot, fence
         return None
@@ -282,8 +271,6 @@ class CudaDevice:
 
     def __init__(self, indices: Sequence[int]) -> None:
         self._streams = {index: torch.cuda.Stream(index) for index in indices}
-        self._collecting = {index: torch.cuda.Stream(index) for index in indices}
-        """Streams on which small tensors are collected, while those before are copied."""
         self._first = indices[0]
         self.bytes_s = 0.0
         self._pinning = PinnedMapping(torch.cuda.cudart(), self._consume_error)
@@ -316,39 +303,39 @@ class CudaDevice:
     def has_passed(self, fence: Fence) -> bool:
         return not isinstance(fence, dict) or all(event.query() for event in fence.values())
 
-    def after(self, fence: Fence) -> AbstractContextManager[None]:
-        return _on(self._streams, fence)
+    @contextmanager
+    def after(self, fence: Fence) -> Iterator[None]:
+        with ExitStack() as entered:
+            for index, stream in self._streams.items():
+                entered.enter_context(torch.cuda.device(index))
+                entered.enter_context(torch.cuda.stream(stream))
+                if isinstance(fence, dict):
+                    stream.wait_event(fence[index])
+            yield
 
     def arrival(self) -> GroupCopy:
         return _Arrival([*self._streams.values()])
 
     def download(
-        self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
+        self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
     ) -> Download | None:
         if not (groups and self._pinning.address):
             return None
-        streams = [self._streams_of(group.moves) for group in groups]
+        streams = [self._streams_of(moves) for moves in groups]
         target = torch.frombuffer(slot, dtype=torch.uint8)
-        if any(group.collect is not None for group in groups):
-            # Behind the copies of earlier captures out of the same memory, and the stagings of this
-            # one.
-            for index, stream in self._streams.items():
-                self._collecting[index].wait_stream(stream)
 
-        def begin(number: int) -> GroupCopy:
-            group = groups[number]
-            if group.collect is not None:
-                self._collect(group.collect, fence)
-            timed = number < TIMED_GROUPS < len(groups) and len(streams[number]) == 1
+        def begin(group: int) -> GroupCopy:
+            moves, on = groups[group], streams[group]
+            timed = group < TIMED_GROUPS < len(groups) and len(on) == 1
             with self.after(fence):
-                begun = _mark(streams[number][0], timed=True) if timed else None
-                for move in group.moves:
+                begun = _mark(on[0], timed=True) if timed else None
+                for move in moves:
                     end = move.start + move.nbytes
                     target[move.start : end].copy_(move.flat, non_blocking=True)
                 if begun is None:
-                    return _Arrival(streams[number])
-                nbytes = sum(move.nbytes for move in group.moves)
-                return _TimedArrival(streams[number][0], begun, partial(self._note_rate, nbytes))
+                    return _Arrival(on)
+                nbytes = sum(move.nbytes for move in moves)
+                return _TimedArrival(on[0], begun, partial(self._note_rate, nbytes))
 
         return PacedDownload(len(groups), begin)
 
@@ -357,15 +344,8 @@ class CudaDevice:
         if seconds > 0:
             self.bytes_s = max(self.bytes_s, nbytes / seconds)
 
-    def _collect(self, collect: Callable[[], None], fence: Fence) -> None:
-        """Collect on streams of their own, for which only the copies that follow wait."""
-        with torch.no_grad(), _on(self._collecting, fence):
-            collect()
-        for index, stream in self._streams.items():
-            stream.wait_stream(self._collecting[index])
-
     def fetch(self, moves: Sequence[DeviceMove], slot: memoryview, fence: Fence) -> None:
-        download = self.download([MoveGroup(moves)], slot, fence) if moves else None
+        download = self.download([moves], slot, fence) if moves else None
         if download is not None:
             download.wait(0)
         elif moves:
@@ -454,18 +434,6 @@ class _Arrival:
         return all(event.query() for event in self._events)
 
 
-@contextmanager
-def _on(streams: Mapping[int, torch.cuda.Stream], fence: Fence) -> Iterator[None]:
-    """Make these streams the current ones of their devices, and let them wait for the fence."""
-    with ExitStack() as entered:
-        for index, stream in streams.items():
-            entered.enter_context(torch.cuda.device(index))
-            entered.enter_context(torch.cuda.stream(stream))
-            if isinstance(fence, dict):
-                stream.wait_event(fence[index])
-        yield
-
-
 class _TimedArrival(_Arrival):
     """The end of the copies on a stream behind `begun`, which also notes their seconds."""
 
@@ -477,7 +445,8 @@ class _TimedArrival(_Arrival):
 
     def wait(self) -> None:
         super().wait()
-        self._note(1e-3 * self._begun.elapsed_time(self._events[0]))
+        with suppress(RuntimeError):  # The bytes have arrived, whatever becomes of their time.
+            self._note(1e-3 * self._begun.elapsed_time(self._events[0]))
 
 
 def _mark(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:

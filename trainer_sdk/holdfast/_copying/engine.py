@@ -36,15 +36,7 @@ from holdfast._copying.bubbles import Bubbles, PieceBlock
 from holdfast._copying.collector import without_collector
 from holdfast._copying.cores import apart
 from holdfast._copying.device_hashes import DeviceHasher, DevicePieces, HashesOnDevice
-from holdfast._copying.devices import (
-    Device,
-    DeviceMove,
-    Download,
-    Fence,
-    GroupCopy,
-    MoveGroup,
-    parts_of,
-)
+from holdfast._copying.devices import Device, DeviceMove, Download, Fence, GroupCopy, parts_of
 from holdfast._copying.gathering import GAP_BYTES_MAX, GATHERED_BYTES_MAX, Gather, gather
 from holdfast._copying.placed import Flags, Placed
 from holdfast._copying.strided import copy_of_span
@@ -83,45 +75,21 @@ class DeviceGroups:
     """The moves of a plan from devices, in groups of several blocks.
 
     Args:
-        moves: moves to make once the small tensors are collected, in the order of the slot.
-        gather: collects them.
+        moves: in the order of the slot.
     """
 
-    def __init__(
-        self,
-        moves: Sequence[DeviceMove] = (),
-        block_bytes: int = 1,
-        gather: Gather | None = None,
-    ) -> None:
-        self._moves, self._block_bytes, self._gather = moves, block_bytes, gather or Gather()
+    def __init__(self, moves: Sequence[DeviceMove] = (), block_bytes: int = 1) -> None:
+        self._moves, self._block_bytes = moves, block_bytes
         self._blocks = 0
-        self._groups: tuple[MoveGroup, ...] = ()
+        self._groups: tuple[tuple[DeviceMove, ...], ...] = ()
 
-    def of(self, blocks: int) -> tuple[MoveGroup, ...]:
+    def of(self, blocks: int) -> tuple[tuple[DeviceMove, ...], ...]:
         """Return the groups of `blocks` blocks each, and keep them until another size is asked
         for."""
         if blocks != self._blocks:
-            nbytes = self._block_bytes * blocks
-            groups = enumerate(_by_block(self._moves, nbytes))
-            self._groups = tuple(
-                MoveGroup(moves, self.collecting([range(i * nbytes, (i + 1) * nbytes)]))
-                for i, moves in groups
-            )
+            self._groups = _by_block(self._moves, self._block_bytes * blocks)
             self._blocks = blocks
         return self._groups
-
-    def collecting(self, ranges: Iterable[range]) -> Callable[[], None] | None:
-        """Return what collects the small tensors with bytes in `ranges` of the slot; None if there
-        are none. One that reaches from a group into the next is collected for each of them, as
-        either may be copied without the other: to the same bytes, so at any time."""
-        parts = [self._gather.within(low.start, low.stop) for low in ranges]
-        parts = [part for part in parts if part.tensors]
-
-        def collect() -> None:
-            for part in parts:
-                part.collect()
-
-        return collect if parts else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,17 +202,16 @@ class CopyEngine:
                     here = staging.device == live.device
                     staging.copy_(live if here else copy_of_span(live, staging.device))
         hashes = None
-        if self._hasher is not None and hashed:
-            count = target.layout.extras_offset // plan.piece_bytes
-            with torch.no_grad(), self._device.after(fence):
-                plan.gather.collect()
+        with torch.no_grad(), self._device.after(fence):
+            plan.gather.collect()
+            if self._hasher is not None and hashed:
+                count = target.layout.extras_offset // plan.piece_bytes
                 hashes = self._hasher.begin(plan.on_device, count, skip)
         capture = _Capture(self._device, plan, target, fence, skip, copied, hurry, hashes, hashed)
         feed = None
         if bubbles is None:
             capture.begin()
         else:
-            capture.collect()
             size = plan.piece_bytes
             sizes = [PieceBlock(at, size * len(pieces)) for at, pieces in capture.blocks.items()]
             feed = bubbles.feed(sizes)
@@ -651,55 +618,31 @@ class _Capture:
         """Whether the moves are those of the plan."""
         if not self._as_planned:
             self._moves, self._memory = _in_arena(self._moves, target, self.blocks), target.arena
-        self._gather, self._device_groups = plan.gather, plan.device_groups
-        self._is_collected = hashes is not None
-        """Whether the small tensors are collected in front of everything else."""
+        self._device_groups = plan.device_groups
         self._group_of: dict[int, int] = {}
         """Number of the group of each block with device moves, by the block's first piece."""
         self._download: Download | None = None
         self._from_host = _Once()
         self._copied: Callable[[], None] | None = copied
 
-    def collect(self) -> None:
-        """Collect all small tensors, unless that is done."""
-        if not self._is_collected and self._gather.tensors:
-            with torch.no_grad(), self._device.after(self._fence):
-                self._gather.collect()
-        self._is_collected = True
-
     def begin(self) -> None:
         """Begin the copies that the device makes by itself."""
         self._download = self._device.download(self._groups(), self._memory, self._fence)
-        if self._download is None:
-            self.collect()
-            return
-        if self._gather.tensors and not self._is_collected:
-            with self._device.after(self._fence):  # which copies out of what others collect
-                self._gather.hold()
-        if self._hurry():
+        if self._download is not None and self._hurry():
             self._download.hurry()
 
-    def _groups(self) -> Sequence[MoveGroup]:
+    def _groups(self) -> Sequence[Sequence[DeviceMove]]:
         """Divide the device moves into groups, and note the group of each block."""
         at_once = blocks_at_once(self._device.bytes_s, BLOCK_PIECES * self._size)
         firsts = [at for at in self.blocks if at // BLOCK_PIECES < len(self._moves)]
         self._group_of = {first: number // at_once for number, first in enumerate(firsts)}
         if self._as_planned:
-            groups: Sequence[MoveGroup] = self._device_groups.of(at_once)
-        else:
-            nbytes = BLOCK_PIECES * self._size
-            groups = [
-                MoveGroup(
-                    tuple(chain.from_iterable(self._moves[at // BLOCK_PIECES] for at in of_group)),
-                    self._device_groups.collecting(
-                        range(at * self._size, at * self._size + nbytes)
-                        for at in of_group
-                        if self._moves[at // BLOCK_PIECES]
-                    ),
-                )
-                for of_group in (firsts[i : i + at_once] for i in range(0, len(firsts), at_once))
-            ]
-        return [MoveGroup(group.moves) for group in groups] if self._is_collected else groups
+            return self._device_groups.of(at_once)
+        of_groups = (firsts[i : i + at_once] for i in range(0, len(firsts), at_once))
+        return [
+            tuple(chain.from_iterable(self._moves[at // BLOCK_PIECES] for at in of_group))
+            for of_group in of_groups
+        ]
 
     def block(self, first: int) -> None:
         """Copy the block with this first piece, and hash it. Any thread."""
@@ -857,7 +800,7 @@ def with_device_moves(
         plan,
         on_device=DevicePieces(cut, from_host, plan.piece_bytes),
         device_moves=_by_block(cut, block_bytes),
-        device_groups=DeviceGroups(cut, block_bytes, gathered),
+        device_groups=DeviceGroups(cut, block_bytes),
         gather=gathered,
     )
 

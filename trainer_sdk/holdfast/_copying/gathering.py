@@ -9,18 +9,15 @@ Adam's step counters. So tensors in a gap must be copied after the run has arriv
 capture: a save of a window, whose other saves fill the slot as well, allows only gaps that align
 the next tensor (`ALIGNING_GAP_MAX`), in which nothing lies. A run may span any number of pieces:
 whoever leaves out pieces, or finds them in several slots, cuts its moves there.
-
-Tensors are collected group by group, while the device copies the groups before. So the first copy
-does not wait for the last tensor.
 """
 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
@@ -48,41 +45,20 @@ _log = logging.getLogger("holdfast")
 class Gather:
     """Small tensors of one device, and their ranges of a common tensor on that device."""
 
-    starts: tuple[int, ...] = ()
-    """First byte of each small tensor in the slot, ascending."""
     tensors: tuple[torch.Tensor, ...] = ()
     """Bytes of each small tensor: uint8 [bytes]."""
     ranges: tuple[torch.Tensor, ...] = ()
     """Range of each small tensor in the common one: uint8 [bytes]."""
 
-    def within(self, low: int, high: int) -> Gather:
-        """Return the small tensors that have bytes in the range `low` … `high` - 1 of the slot."""
-        first = bisect_right(range(len(self.starts)), low, key=self._end)
-        part = slice(first, bisect_left(self.starts, high))
-        return Gather(self.starts[part], self.tensors[part], self.ranges[part])
-
     def collect(self) -> None:
         """Queue the copies of all tensors into their ranges."""
         if self.tensors:
-            self.hold()
             torch._foreach_copy_(self.ranges, self.tensors)
 
     def distribute(self) -> None:
         """Queue the copies of all ranges into their tensors."""
         if self.tensors:
-            self.hold()
             torch._foreach_copy_(self.tensors, self.ranges)
-
-    def hold(self) -> None:
-        """Keep the memory of the ranges, once nothing refers to it any more, until the current
-        stream has done what is queued there by then. It belongs to the stream of rooms, on which
-        the next room could otherwise have it at once, and be set to zero."""
-        for common in self.ranges[:1]:
-            if common.is_cuda:
-                common.record_stream(torch.cuda.current_stream(common.device))
-
-    def _end(self, index: int) -> int:
-        return self.starts[index] + self.tensors[index].numel()
 
 
 def gather(
@@ -112,12 +88,16 @@ def gather(
         return list(moves), Gather()
     device = moves[0].flat.device
     try:
-        room = _room(taken, device)
+        room = torch.zeros(taken, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
         _report_full(device)
         return list(moves), Gather()
+    if device.type == "cuda":
+        # Kernels queued on this stream may still use that memory, and it is set to zero behind
+        # them. A capture waits for neither.
+        torch.cuda.current_stream(device).synchronize()
     cut: list[DeviceMove] = []
-    collected: list[DeviceMove] = []
+    tensors: list[torch.Tensor] = []
     ranges: list[torch.Tensor] = []
     # Move each such run at once, and all other tensors one by one.
     for at, placed in placed_runs:
@@ -126,10 +106,9 @@ def gather(
             continue
         first, nbytes = placed[0].start, _end(placed[-1]) - placed[0].start
         cut.append(DeviceMove(first, nbytes, room[at : at + nbytes]))
-        collected += placed
+        tensors += [move.flat for move in placed]
         ranges += [room[at + m.start - first : at + _end(m) - first] for m in placed]
-    starts, tensors = (move.start for move in collected), (move.flat for move in collected)
-    return cut, Gather(tuple(starts), tuple(tensors), tuple(ranges))
+    return cut, Gather(tuple(tensors), tuple(ranges))
 
 
 def _runs(moves: Sequence[DeviceMove], small_bytes: int, gap_bytes: int) -> list[list[DeviceMove]]:
@@ -146,27 +125,6 @@ def _runs(moves: Sequence[DeviceMove], small_bytes: int, gap_bytes: int) -> list
             runs.append([move])
         last = move if small else None
     return runs
-
-
-def _room(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate zeros on `device`, uint8 [nbytes], that any stream may use at once.
-
-    On the current stream they would be memory that kernels queued there may still use, and would be
-    set to zero behind these: a capture does not wait for either.
-    """
-    if device.type != "cuda":
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    stream = _stream_of_rooms(device)
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        room = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    stream.synchronize()
-    return room
-
-
-@cache
-def _stream_of_rooms(device: torch.device) -> torch.cuda.Stream:
-    """The stream to which the memory of all rooms belongs, so that one can have that of another."""
-    return torch.cuda.Stream(device)
 
 
 def _end(move: DeviceMove) -> int:

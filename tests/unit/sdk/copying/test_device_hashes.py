@@ -33,7 +33,7 @@ from holdfast._copying.device_hashes import (
     PiecesOnDevice,
     SegmentTable,
 )
-from holdfast._copying.devices import DeviceMove, Download, Fence, GroupCopy, MoveGroup
+from holdfast._copying.devices import DeviceMove, Download, Fence, GroupCopy
 from holdfast._copying.engine import CopyEngine, CopyPlan, plan_copy, with_device_moves
 from holdfast._copying.mirror import fill
 from holdfast._copying.placed import Placed
@@ -164,30 +164,6 @@ def test_gathered_tensors_are_hashed_where_they_are_gathered() -> None:
     found, expected, nbytes = captured(plan, parts[-1][0] + length, hasher_of())
     assert found == expected
     assert nbytes == 2 * PIECE
-
-
-def test_tensors_are_gathered_before_they_are_hashed_and_hashed_before_they_may_change() -> None:
-    length = 2 * STRIPE_BYTES
-    parts = [(at, 0, random_flat(length, at)) for at in range(0, 40 * PIECE, length)]
-    plan, target = plan_of(parts, gathered=PIECE), placed(40 * PIECE)
-
-    class Late(HostDevice):
-        def download(
-            self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
-        ) -> Download | None:
-            # The hashes are those of what is gathered; nothing may write there afterwards.
-            assert all(group.collect is None for group in groups)
-            return super().download(groups, slot, fence)
-
-    def change() -> None:
-        for _, _, flat in parts:
-            flat.zero_()
-
-    engine = CopyEngine(1, Late(), hasher_of())
-    digests = engine.finish(target, b"", engine.capture(plan, target, None, copied=change))
-    assert engine.hashed_on_device_bytes == 40 * PIECE
-    assert digests == piece_digests(target.read(0, 40 * PIECE), PIECE)
-    assert any(target.read(0, PIECE))
 
 
 def test_a_kernel_that_is_wrong_hashes_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -356,9 +332,11 @@ def test_tensors_are_held_until_they_are_hashed() -> None:
         def arrival(self) -> GroupCopy:
             return self.hashes
 
-        def download(self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence) -> Download:
-            for group in groups:
-                self.fetch(group.moves, slot, fence)
+        def download(
+            self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
+        ) -> Download:
+            for moves in groups:
+                self.fetch(moves, slot, fence)
             return Copied()
 
     device, seen = SlowlyHashing(), list[bool]()

@@ -9,11 +9,9 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +28,6 @@ from holdfast._copying.devices import (
     Download,
     Fence,
     GroupCopy,
-    MoveGroup,
     PacedDownload,
 )
 from holdfast._copying.engine import (
@@ -64,22 +61,22 @@ Part = tuple[int, int, torch.Tensor]
 class PlayedDownload:
     """Copies that are made when someone waits for their group."""
 
-    def __init__(self, groups: Sequence[MoveGroup], slot: memoryview) -> None:
+    def __init__(self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview) -> None:
         self._groups, self._slot = groups, slot
-        self._copied = 0
+        self._copied: set[int] = set()
         self._lock = threading.Lock()
 
     def wait(self, group: int) -> None:
         with self._lock:
-            for number in range(self._copied, group + 1):
-                _copy(self._groups[number], self._slot)
-            self._copied = max(self._copied, group + 1)
+            if group not in self._copied:
+                _write(self._groups[group], self._slot)
+                self._copied.add(group)
 
     def hurry(self) -> None:
         """Do what it can, which is nothing."""
 
     def is_over(self) -> bool:
-        return self._copied == len(self._groups)
+        return len(self._copied) == len(self._groups)
 
 
 class Arrived:
@@ -110,14 +107,14 @@ class PlayedDevice(CpuDevice):
         """Groups that it has copied."""
 
     def download(
-        self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
+        self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
     ) -> Download | None:
         if self._how is How.UNPINNED:
             return None
         if self._how is How.PACED:
 
             def begin(group: int) -> GroupCopy:
-                _copy(groups[group], slot)
+                _write(groups[group], slot)
                 self.begun.append(group)
                 return Arrived()
 
@@ -135,12 +132,6 @@ class PlayedDevice(CpuDevice):
     ) -> None:
         for move in moves:
             move.flat.copy_(buffer[move.start - start : move.start - start + move.nbytes])
-
-
-def _copy(group: MoveGroup, slot: memoryview) -> None:
-    if group.collect is not None:
-        group.collect()
-    _write(group.moves, slot)
 
 
 def _write(moves: Sequence[DeviceMove], slot: memoryview) -> None:
@@ -379,7 +370,7 @@ def test_small_tensors_are_copied_in_as_few_pieces_as_large_ones(engine: CopyEng
     parts = [(at, 0, torch.full((length,), 1, dtype=torch.uint8)) for at in range(0, end, length)]
     plan = on_device(parts, gathered_bytes_max=length)
     groups = plan.device_groups.of(GROUP_BLOCKS)
-    copies = [[(move.start, move.nbytes) for move in group.moves] for group in groups]
+    copies = [[(move.start, move.nbytes) for move in moves] for moves in groups]
     assert copies == [
         [(0, group_bytes)],
         [(group_bytes, group_bytes)],
@@ -388,38 +379,6 @@ def test_small_tensors_are_copied_in_as_few_pieces_as_large_ones(engine: CopyEng
     target = placed(end, end + PIECE)
     captured(engine, plan, target)
     assert target.read(0, end) == b"\x01" * end
-
-
-def test_a_group_is_collected_when_it_begins_not_before_the_first_copy() -> None:
-    """So the device collects one group while it copies another."""
-    length, group_bytes = PIECE // 4, PIECE * BLOCK_PIECES * GROUP_BLOCKS
-    count = 6 * group_bytes // length
-    parts = [
-        (length * i, 0, torch.full((length,), 1 + i % 250, dtype=torch.uint8)) for i in range(count)
-    ]
-    plan, end = on_device(parts, gathered_bytes_max=length), 6 * group_bytes
-    collected: list[list[int]] = []
-
-    class Watched(PlayedDevice):
-        def download(
-            self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
-        ) -> Download | None:
-            def begin(number: int) -> GroupCopy:
-                _copy(groups[number], slot)
-                starts = range(0, end, group_bytes)
-                collected.append(
-                    [i for i, at in enumerate(starts) if plan.gather.ranges[at // length].any()]
-                )
-                return Arrived()
-
-            return PacedDownload(len(groups), begin)
-
-    target = placed(end, end + PIECE)
-    engine = CopyEngine(1, Watched(How.PACED))
-    digests = captured(engine, plan, target)
-    assert collected == [list(range(n + 1)) for n in range(6)]
-    assert digests == piece_digests(target.read(0, end), PIECE)
-    assert target.read(0, end) == b"".join(bytes([1 + i % 250]) * length for i in range(count))
 
 
 def test_what_has_no_room_is_copied_tensor_by_tensor(
@@ -449,9 +408,9 @@ def test_only_blocks_that_are_copied_are_in_groups() -> None:
 
     class Watched(PlayedDevice):
         def download(
-            self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
+            self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
         ) -> Download | None:
-            sizes.append([len(group.moves) for group in groups])
+            sizes.append([len(moves) for moves in groups])
             return super().download(groups, slot, fence)
 
     target, skip = placed(count * PIECE, (count + 1) * PIECE), np.ones(count, dtype=bool)
@@ -464,10 +423,10 @@ def test_only_blocks_that_are_copied_are_in_groups() -> None:
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_small_tensor_is_collected_for_whichever_of_its_blocks_is_copied(
+def test_a_small_tensor_is_copied_with_whichever_of_its_blocks_is_copied(
     engine: CopyEngine, behind: bool
 ) -> None:
-    """Its bytes in the other block are left out, and nothing has collected them before."""
+    """Its bytes in the other block are left out."""
     count, half = 2 * BLOCK_PIECES, PIECE // 2
     border, end = BLOCK_PIECES * PIECE, count * PIECE
     parts = [
@@ -484,88 +443,6 @@ def test_a_small_tensor_is_collected_for_whichever_of_its_blocks_is_copied(
     assert digests[8 * copied.start // PIECE : 8 * copied.stop // PIECE] == piece_digests(
         target.read(copied.start, len(copied)), PIECE
     )
-
-
-def test_no_small_tensor_is_collected_for_pieces_that_are_left_out() -> None:
-    """Nobody would wait for that, and training could change the tensor meanwhile."""
-    flats = parts_of([10] * 4, 1)
-    here = [(PIECE, 0, torch.ones(PIECE, dtype=torch.uint8))]
-    plan = with_device_moves(
-        plan_copy(here, (), PIECE),
-        [DeviceMove(at, flat.numel(), flat) for at, _, flat in flats],
-        10,
-    )
-    groups: list[MoveGroup] = []
-
-    class Watched(PlayedDevice):
-        def download(
-            self, found: Sequence[MoveGroup], slot: memoryview, fence: Fence
-        ) -> Download | None:
-            groups.extend(found)
-            return super().download(found, slot, fence)
-
-    target = placed(2 * PIECE, 3 * PIECE)
-    captured(CopyEngine(1, Watched(How.PACED)), plan, target, skip=np.array([True, False]))
-    assert plan.gather.tensors
-    assert [(group.moves, group.collect) for group in groups] == [((), None)]
-    assert target.read(0, 2 * PIECE) == bytes(PIECE) + b"\x01" * PIECE
-
-
-class InRoom(torch.Tensor):
-    """Plays memory of a CUDA device that belongs to the stream of rooms."""
-
-    is_cuda = True
-    held: list[str]
-    """Streams that the memory waits for when it is freed."""
-
-    def record_stream(self, stream: Any) -> None:
-        InRoom.held.append(stream)
-
-
-@pytest.mark.parametrize("how", [How.PACED, How.UNPINNED])
-def test_memory_of_small_tensors_is_kept_until_all_streams_are_done_with_it(
-    monkeypatch: pytest.MonkeyPatch, how: How
-) -> None:
-    """Otherwise the next plan could set it to zero while a capture or a restore still reads it."""
-    current = ["training"]
-    InRoom.held = []
-
-    @contextmanager
-    def on(stream: str) -> Iterator[None]:
-        current.append(stream)
-        yield
-        current.pop()
-
-    class Streaming(PlayedDevice):
-        def after(self, fence: Fence) -> AbstractContextManager[None]:
-            return on("copies")
-
-        def download(
-            self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
-        ) -> Download | None:
-            def collecting(collect: Callable[[], None]) -> None:
-                with on("collecting"):
-                    collect()
-
-            there = [
-                replace(g, collect=g.collect and partial(collecting, g.collect)) for g in groups
-            ]
-            return super().download(there, slot, fence)
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
-    monkeypatch.setattr(
-        gathering,
-        "_room",
-        lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8).as_subclass(InRoom),
-    )
-    parts = parts_of([10] * 20, 1)
-    plan, target = on_device(parts, gathered_bytes_max=PIECE), placed(10 * PIECE, 11 * PIECE)
-    engine = CopyEngine(1, Streaming(how))
-    digests = captured(engine, plan, target)
-    assert set(InRoom.held) == ({"collecting", "copies"} if how is How.PACED else {"copies"})
-    InRoom.held.clear()
-    engine.restore(plan, target, 10 * PIECE, digests)
-    assert InRoom.held == ["training"]
 
 
 def test_a_run_ends_at_a_large_tensor_and_at_a_wide_gap() -> None:
@@ -642,7 +519,7 @@ def test_nobody_waits_for_the_device_once_tensors_may_change() -> None:
 
     class Watched(PlayedDevice):
         def download(
-            self, groups: Sequence[MoveGroup], slot: memoryview, fence: Fence
+            self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
         ) -> Download | None:
             download = PlayedDownload(groups, slot)
             wait = download.wait
