@@ -7,13 +7,14 @@ from enum import StrEnum
 from pathlib import Path
 
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.documents import YEAR_S
 from holdfast_core.job.locations import StorageLocation
 from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN
 from holdfast_daemon.transport.tls import Protection
 from holdfast_protos.connections.identity import Identity
 
 SOCKET_PATH_BYTES_MAX = 107
-IDLE_CHECK_S_MIN, IDLE_CHECK_S_MAX = 60.0, 31536000.0
+IDLE_CHECK_S_MIN, IDLE_CHECK_S_MAX = 60.0, YEAR_S
 """Intervals at which a node without a job may be checked, as for launchers that wait."""
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Directory in which Kubernetes mounts a pod's token and the cluster's CA."""

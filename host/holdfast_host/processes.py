@@ -7,6 +7,7 @@ here takes a thread: whoever waits asks `is_over`.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -24,6 +25,14 @@ OUTPUT_BYTES_MAX = 64 << 20
 """Bytes that are read of what that process has written."""
 OF_PROCESSORS = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE}
 """Signals for what an instruction did."""
+JITTER = 0.25
+"""Part of the pause between two rounds of checks by which it may be shorter or longer."""
+
+
+def pause_s(period_s: float) -> float:
+    """The pause until the next round of checks that are made every `period_s` seconds: launchers,
+    or daemons, that started together do not check together."""
+    return period_s * random.uniform(1 - JITTER, 1 + JITTER)
 
 
 class CheckProcess:

@@ -18,7 +18,6 @@ import ctypes
 import logging
 import multiprocessing
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -42,7 +41,7 @@ from holdfast_core.kernel_messages import KernelMessage, gpu_id
 from holdfast_core.node_failures import age_in_words
 from holdfast_host import checks as host_checks
 from holdfast_host.checks import SIZE, fast_enough, known_product, matrices
-from holdfast_host.processes import KILL_S, CheckProcess
+from holdfast_host.processes import KILL_S, CheckProcess, pause_s
 from holdfast_host.results import (
     CheckFailedError,
     NotCheckedError,
@@ -82,9 +81,6 @@ WRONG_SUM = 3
 NICENESS = 19
 """Niceness of checks while a launcher waits. It weighs among processes of one control group, such
 as those of a pod."""
-JITTER = 0.25
-"""Part of the pause between rounds of checks by which it may be shorter or longer: launchers that
-started together do not check together."""
 UNUSED_MIB_MAX = 300
 """MiB of a GPU's memory that may be in use although nobody uses it: the driver takes some for
 itself, and the least program takes more."""
@@ -617,11 +613,11 @@ class RepeatedChecks:
 
     Args:
         daemon: what is asked about links.
-        pause_s: time from one round to the next, give or take `JITTER` of it.
+        period_s: time from one round to the next, more or less (`pause_s`).
     """
 
-    def __init__(self, daemon: DaemonAddress, pause_s: float) -> None:
-        self._daemon, self._pause_s = daemon, pause_s
+    def __init__(self, daemon: DaemonAddress, period_s: float) -> None:
+        self._daemon, self._period_s = daemon, period_s
         self._round: NodeChecks | None = None
         self._due = self._next_due()
 
@@ -652,8 +648,7 @@ class RepeatedChecks:
         self._round, self._due = None, self._next_due()
 
     def _next_due(self) -> float:
-        factor = random.uniform(1 - JITTER, 1 + JITTER)
-        return time.monotonic() + self._pause_s * factor
+        return time.monotonic() + pause_s(self._period_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 from holdfast_core.idle_checks import FailedCheck, failed_check
 from holdfast_daemon.logs import bind
 from holdfast_daemon.metrics import DaemonMetrics
+from holdfast_host.processes import pause_s
 from holdfast_host.results import Outcome, Result
 
 TURN_S = 1.0
@@ -28,9 +29,6 @@ TURN_S = 1.0
 IDLE_S = 60.0
 """Time for which no job has been on the node before a round begins: a job that is about to come
 back, or to be adopted, has come by then."""
-JITTER = 0.25
-"""Part of the pause between two rounds by which it may be shorter or longer, so that daemons that
-started together do not check together."""
 
 _log = bind(logging.getLogger(__name__))
 
@@ -61,7 +59,7 @@ class IdleChecks:
     """Checks of one node. `run` it as a task.
 
     Args:
-        period_s: time from one round to the next, give or take `JITTER` of it.
+        period_s: time from one round to the next, more or less (`pause_s`).
         is_idle: whether no job is on the node, and nobody waits there for one.
         start: starts a round.
     """
@@ -128,7 +126,7 @@ class IdleChecks:
                 self._round = self._start()
         elif running.is_over():
             self._last, self._round = running, None
-            self._due = now + self._period_s * random.uniform(1 - JITTER, 1 + JITTER)
+            self._due = now + pause_s(self._period_s)
             results = await asyncio.to_thread(running.results)  # waits for one that is killed
             if self._is_idle():
                 self._judge(results)

@@ -10,7 +10,8 @@ import pytest
 
 from holdfast_core.idle_checks import FailedCheck
 from holdfast_daemon.metrics import DaemonMetrics
-from holdfast_daemon.observing.idle_checks import IDLE_S, JITTER, IdleChecks
+from holdfast_daemon.observing.idle_checks import IDLE_S, IdleChecks
+from holdfast_host.processes import JITTER
 from holdfast_host.results import Outcome, Result
 
 PERIOD_S = 1800.0

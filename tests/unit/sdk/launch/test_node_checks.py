@@ -218,7 +218,7 @@ def test_a_round_ends_at_once_when_work_begins(plant: Plant, tmp_path: Path) -> 
     assert checks._round is not None
     process = checks._round._process
     assert process.poll() is None
-    checks._pause_s = 1000.0
+    checks._period_s = 1000.0
     checks.stop()
     assert process.wait(60.0) == -signal.SIGKILL
     # A world that cannot be entered, such as one without a store, is waited for again.
