@@ -3,6 +3,10 @@
 `examples/train_moe.py` runs unchanged under torchrun, alternately without Holdfast (no
 `HOLDFAST_SOCKET`) and with a snapshot after every step. Consecutive runs are compared.
 
+Its ranks leave no core free, so a step takes longer by what a save does, wherever it does it. The
+floor is the time to copy and hash as many bytes on as many cores. The row below it is what the
+daemon uses of a core in a step, calls of both ranks and heartbeats included.
+
     python -m benchmarks.overhead --out FILE
 """
 
@@ -20,7 +24,9 @@ from pathlib import Path
 
 from benchmarks.cluster import Cluster
 from benchmarks.floors import SHARED_MEMORY
-from benchmarks.measure import Figure, Outcome, encode
+from benchmarks.measure import REPETITIONS, WARM_UPS, Figure, Outcome, encode, milliseconds, timed
+from benchmarks.redundancy import GRID_BYTES, Capture
+from holdfast_core.snapshots.layouts import decode_layout
 from holdfast_core.snapshots.membership import Redundancy
 
 JOB = "overhead"
@@ -36,8 +42,9 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_moe.py"
 
 
 def measure() -> Outcome:
-    """Measure the row `overhead`: percent by which a step gets longer, over pairs of runs."""
-    off, on = [], []
+    """Measure the rows `overhead`, percent by which a step gets longer, over pairs of runs,
+    `overhead_floor` and `overhead_daemon`."""
+    off, on, daemon_s, nbytes = [], [], [], 0
     with Cluster(BUDGET_BYTES) as cluster, tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as tmp:
         daemon = cluster.start("node-0")
         for pair in range(PAIRS):
@@ -46,8 +53,12 @@ def measure() -> Outcome:
             name, nodes = f"{JOB}-{pair}", [daemon.node]
             cluster.control.place(name, 1, nodes, redundancy=Redundancy.NONE, nproc_per_node=RANKS)
             known = {"HOLDFAST_SOCKET": str(daemon.socket), "HOLDFAST_JOB": name}
+            used_s = daemon.cpu_s()
             on.append(_step_s(known, Path(tmp) / f"{name}.jsonl"))
+            daemon_s.append((daemon.cpu_s() - used_s) / STEPS)
+            nbytes = _saved_bytes(daemon.root, name)
             cluster.control.drop(name)
+    step_s = statistics.median(off)
     percents = [100 * (step / floor - 1) for step, floor in zip(on, off, strict=True)]
     figure = Figure(
         value=statistics.median(percents),
@@ -56,10 +67,41 @@ def measure() -> Outcome:
         high=max(percents),
         repetitions=len(percents),
         seconds=statistics.median(on),
-        floor_seconds=statistics.median(off),
+        floor_seconds=step_s,
         note="longer step of examples/train_moe.py on two ranks, a snapshot after every step",
     )
-    return Outcome(rows={"overhead": figure})
+    return Outcome(
+        rows={
+            "overhead": figure,
+            "overhead_floor": _floor(nbytes, step_s),
+            "overhead_daemon": milliseconds(daemon_s),
+        }
+    )
+
+
+def _saved_bytes(root: Path, job: str) -> int:
+    """Bytes that the ranks of `job` capture in a save, from the daemon's directory."""
+    files = [file for file in root.rglob("layout.json") if job in str(file)]
+    if len(files) != RANKS:
+        raise RuntimeError(f"{len(files)} arenas of {job}, not {RANKS}")
+    return sum(decode_layout(file.read_bytes()).slot_bytes for file in files)
+
+
+def _floor(nbytes: int, step_s: float) -> Figure:
+    """Percent of a step that it takes to copy and hash `nbytes` with a thread for each rank."""
+    whole = -(-nbytes // GRID_BYTES) * GRID_BYTES
+    work = Capture(whole, RANKS)
+    times = [timed(work.capture) for _ in range(WARM_UPS + REPETITIONS)][WARM_UPS:]
+    percents = [100 * seconds * nbytes / whole / step_s for seconds in times]
+    return Figure(
+        value=statistics.median(percents),
+        unit="%",
+        low=min(percents),
+        high=max(percents),
+        repetitions=len(percents),
+        seconds=statistics.median(times),
+        note=f"{nbytes} bytes",
+    )
 
 
 def example(ranks: int, steps: int, log: Path) -> tuple[list[str], dict[str, str]]:

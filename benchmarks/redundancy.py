@@ -45,6 +45,9 @@ GB = 1e9
 SOURCES = 3
 """Number of members whose chunks are in the measured block, in a group of four."""
 
+GRID_BYTES = SOURCES * PIECE_BYTES
+"""What the bytes of a `Capture` are a multiple of."""
+
 THREADS = 2
 WARM_UPS = 2
 WITHIN_S = 300.0
@@ -199,13 +202,14 @@ class Capture:
     """Work of a trainer on the CPU on its state, a piece at a time, on the threads of a capture.
 
     Args:
-        nbytes: bytes that a rank captures, whole pieces for each of the sources.
+        nbytes: bytes that are captured, a multiple of GRID_BYTES: whole pieces for each source.
+        threads: threads that copy and hash.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, threads: int = THREADS) -> None:
         self._own, self._others, self._slot = (SharedBuffer(nbytes) for _ in range(3))
         self._block = SharedBuffer(nbytes // SOURCES)
-        self._pool = ThreadPoolExecutor(THREADS)
+        self._pool = ThreadPoolExecutor(threads)
 
     def capture(self) -> None:
         """Copy and hash the rank's own bytes."""
@@ -238,8 +242,7 @@ class Capture:
 
 def measure(size: int, rounds: int) -> Figure:
     """Ratio of a capture of `size` bytes with as many bytes of others to one without."""
-    grid = SOURCES * PIECE_BYTES
-    work = Capture(size // grid * grid)
+    work = Capture(size // GRID_BYTES * GRID_BYTES)
     alone, both = [], []
     for turn in range(-WARM_UPS, rounds):
         pair = timed(work.capture), timed(work.capture_and_encode)

@@ -60,6 +60,10 @@ TARGETS: tuple[Target, ...] = (
     Target(key="rebuild_cpu", figure="… … CPU time of the daemons, for a GiB", at_most=None),
     Target(key="memory_error", figure="memory, beside what was predicted", at_most=2.0),
     Target(key="overhead", figure="longer step, a snapshot in each", at_most=None),
+    Target(
+        key="overhead_floor", figure="… floor: its bytes copied and hashed, no more", at_most=None
+    ),
+    Target(key="overhead_daemon", figure="… CPU time of the daemon, for a step", at_most=None),
     Target(key="detectors", figure="longer step, all detectors on", at_most=0.3),
     Target(
         key="persist_overhead", figure="longer step, every fifth persisted, core free", at_most=None
