@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -141,8 +141,7 @@ def test_a_process_that_does_not_leave_its_world_shows_where_it_is(
     members.worlds = {1: (0,), 2: (0,)}
     store = [members.begin()]
     world = elastic.init("gloo")
-    store.append(members.begin())
-    shown = ""
+    shown = holds_up(capfd, lambda: store.append(members.begin()))
     while f"in {holds_up.__name__}" not in shown:
         shown += holds_up(capfd)
     world.leave()
@@ -151,8 +150,9 @@ def test_a_process_that_does_not_leave_its_world_shows_where_it_is(
     world.close()
 
 
-def holds_up(capfd: Any) -> str:
+def holds_up(capfd: Any, begin: Callable[[], object] = lambda: None) -> str:
     """Some time that is spent outside of collectives, and what was shown meanwhile."""
+    begin()
     time.sleep(0.05)
     return str(capfd.readouterr().err)
 

@@ -92,11 +92,11 @@ def test_the_end_of_the_connection_means_that_the_trainer_is_gone(
     assert ended.wait(WAIT_S)
 
 
-def _inode(descriptor: int) -> int:
+def _is_open(descriptor: int, path: Path) -> bool:
     try:
-        return os.fstat(descriptor).st_ino
+        return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:
-        return -1
+        return False
 
 
 def test_a_forked_child_holds_neither_claim_nor_mapping(serve: Serve, arena_file: Path) -> None:
@@ -115,8 +115,7 @@ def test_a_forked_child_holds_neither_claim_nor_mapping(serve: Serve, arena_file
     if child == 0:
         os.close(go)
         os.read(stay, 1)
-        inode = arena_file.stat().st_ino
-        held = [fd for fd in range(3, 256) if _inode(fd) == inode]
+        held = [fd for fd in range(3, 256) if _is_open(fd, arena_file)]
         mapped = Path("/proc/self/maps").read_text()
         os._exit(2 * bool(held) + 4 * (str(arena_file) in mapped))
     arena.close()

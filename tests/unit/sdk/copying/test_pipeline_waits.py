@@ -125,6 +125,8 @@ def copies_come_in_waits(
             saver = getattr(session, "_session", session)._saver
             # Copied before the optimizer asks for the tensors, but not while the stage computed.
             seen = not saver.busy and saver.bubbles.waited_s > COMPUTE_S
+            # All of it, where nothing else slows copies down for some steps.
+            seen = seen and saver.bubbles.copied_bytes >= stage.ballast.nbytes
             in_wait.fill_(seen or rank == 1)
             dist.all_reduce(in_wait, op=dist.ReduceOp.MIN)
             optimizer.step()

@@ -21,7 +21,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from holdfast._daemon.sealed_store import SealedStore, new_store_key
+from holdfast._launch import agent as agents
 from holdfast._launch import kernel_log
+from holdfast._launch import workers as lanes_of_node
 from holdfast._launch.agent import (
     FINISHED,
     RESTARTS_MAX,
@@ -31,7 +33,7 @@ from holdfast._launch.agent import (
 )
 from holdfast._launch.kernel_log import KernelLog
 from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
-from holdfast._launch.workers import CLOSE_S, REAP_S
+from holdfast._launch.workers import CLOSE_S
 from holdfast_core.errors import UnreachableError
 from holdfast_core.inspections import InspectedProcess
 from holdfast_core.states import EndReason
@@ -466,8 +468,12 @@ def environment(pid: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("forked", [False, True], ids=["program", "fork"])
 def test_a_lost_worker_starts_anew_beside_the_others_that_follow_their_worlds(
-    worlds: Worlds, node: Callable[..., Node], forked: bool
+    worlds: Worlds,
+    node: Callable[..., Node],
+    forked: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(agents, "REPORT_S", 3600.0)  # two looks may be seconds apart
     worlds.begin(1)
     here = node(PlayedDaemon(worlds), forked=forked, lanes=len(LANES))
     before = here.agent.start()
@@ -590,6 +596,7 @@ def test_a_worker_that_died_just_before_its_node_moved_is_reported(
     worlds: Worlds, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fork server, which learns of the death first, goes on only when the agent looks."""
+    monkeypatch.setattr(lanes_of_node, "REAP_S", TIMEOUT_S)
     worlds.begin(1)
     here = node(PlayedDaemon(worlds), forked=True, lanes=len(LANES))
     before = here.agent.start()
@@ -612,8 +619,9 @@ def test_a_worker_that_died_just_before_its_node_moved_is_reported(
 
 
 def test_a_worker_that_was_being_started_when_its_node_moved_again_is_replaced_at_once(
-    worlds: Worlds, node: Callable[..., Node]
+    worlds: Worlds, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(lanes_of_node, "REAP_S", TIMEOUT_S)
     worlds.begin(1)
     here = node(PlayedDaemon(worlds), forked=True, lanes=len(LANES))
     before = here.agent.start()
@@ -625,7 +633,7 @@ def test_a_worker_that_was_being_started_when_its_node_moved_again_is_replaced_a
     worlds.wait(partial(_is_in, here, 2))
     began_s = time.monotonic()
     assert here.agent.state() is WorkerState.HEALTHY
-    assert time.monotonic() - began_s < REAP_S
+    assert time.monotonic() - began_s < TIMEOUT_S
     assert here.daemon.exits == [(1, 3, 137)], "worker 1 has not failed"
     assert replaced(here, before) == [1, 3]
 

@@ -52,6 +52,7 @@ from holdfast_host.results import (
 )
 from holdfast_protos import trainer_pb2, trainer_pb2_grpc
 
+pytestmark = pytest.mark.timeout(300)  # a busy machine imports torch for a minute
 EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 HOST = ("processors", "memory", "shared memory", "disk")
 Plant = Callable[[str], None]
@@ -135,7 +136,6 @@ def test_a_check_that_never_ends_has_failed(plant: Plant, monkeypatch: pytest.Mo
     assert "did not end within" in result.text
 
 
-@pytest.mark.timeout(300)
 def test_what_else_is_written_is_passed_over(plant: Plant) -> None:
     """And does not hold up the checks, though nobody reads before their end."""
     plant(
