@@ -64,7 +64,7 @@ def check_bytes(directory: Path, ranks: int) -> None:
         assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_flip_in_one_of_three_replicas_is_named_and_undone(directory: Path) -> None:
     began, status = train(directory, 3)
     check_named(status, began, Proof.MAJORITY)

@@ -55,6 +55,7 @@ def test_a_tmpfs_that_fills_up_costs_snapshots_and_not_training(
     job.form()
     job.start_trainers()
     newest = job.train(2)
+    wait_for("the memory of older parity", lambda: _has_given_back(full, job))  # not meanwhile
     hog = _fill(tmpfs)
     for _ in range(3):
         job.step += 1
@@ -74,6 +75,14 @@ def test_a_tmpfs_that_fills_up_costs_snapshots_and_not_training(
     job.form()
     assert job.check_restored(job.start_trainers(), newest) == newest
     job.train(2)
+
+
+def _has_given_back(daemon: DaemonProcess, job: RawJob) -> bool:
+    """Whether parity blocks that hold nothing take no memory, as after a second or two."""
+    files = daemon.root / "jobs" / job.name / "parity"
+    free = [each for each in daemon.job(job.name)["parity"] if each["state"] == "free"]
+    blocks = [files / f"{each['lane']}-{each['slot']}.block" for each in free]
+    return not any(block.exists() and block.stat().st_blocks for block in blocks)
 
 
 def _protected_later(job: RawJob) -> object:
