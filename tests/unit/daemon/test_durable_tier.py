@@ -26,8 +26,16 @@ def hanging() -> Iterator[threading.Event]:
 
 
 def _hang(tier: DurableTier, answers: threading.Event, count: int) -> list[Future[Any]]:
-    threads = tier.persister("team.hanging", STORAGE).executor
-    return [threads.submit(answers.wait, WAIT_S) for _ in range(count)]
+    """Work that waits for the storage, of which some has begun."""
+    threads, begun = tier.persister("team.hanging", STORAGE).executor, threading.Event()
+
+    def work() -> bool:
+        begun.set()
+        return answers.wait(WAIT_S)
+
+    waiting = [threads.submit(work) for _ in range(count)]
+    assert begun.wait(WAIT_S)
+    return waiting
 
 
 def test_a_storage_that_hangs_holds_the_threads_of_its_own_job_only(

@@ -35,6 +35,9 @@ from holdfast_daemon.transport.server import BulkServer
 
 JOB = "team.moe"
 PART_BYTES = 16 << 10
+EQUAL_BYTES, EQUAL_S = 256 << 10, 0.0125
+"""Parts and pauses of links that are compared, 20 MB/s: slow enough that the threads of this one
+process, and what else runs beside it, make none of them a tenth as fast as another."""
 PROBE = Request(
     job=JOB,
     epoch=1,
@@ -238,7 +241,13 @@ class Nodes:
             self.client.close()
 
 
+def make_equal(peers: list[Peer]) -> None:
+    for peer in peers:
+        peer.part_bytes, peer.part_s = EQUAL_BYTES, EQUAL_S
+
+
 def test_nodes_with_equal_links_pass_although_all_check_at_once(peers: list[Peer]) -> None:
+    make_equal(peers)
     for verdict in Nodes(peers[:4]).check():
         assert verdict.failure == verdict.not_checked == ""
         assert verdict.found.startswith("3 links reach ")
@@ -249,7 +258,8 @@ def test_the_node_with_narrow_links_fails_and_the_others_do_not(
 ) -> None:
     monkeypatch.setattr(links, "AGAIN_S", 0.0)
     *peers, narrow = peers
-    narrow.part_s = 0.016
+    make_equal(peers)
+    narrow.part_bytes, narrow.part_s = 1 << 10, 0.016
     *others, slow, last = Nodes(peers, ("n2", narrow)).check()
     assert slow.failure.startswith("links of n2 to n0, n1, n3 reach ")
     assert [each.failure for each in (*others, last)] == ["", "", ""]
@@ -260,7 +270,8 @@ def test_what_others_say_of_a_node_does_not_refuse_it(
 ) -> None:
     """It may be old: its daemon may have come a moment later than theirs."""
     monkeypatch.setattr(links, "AGAIN_S", 0.0)
-    peers[2].part_s = 0.016  # what it sends
+    make_equal(peers)
+    peers[2].part_bytes, peers[2].part_s = PART_BYTES, 0.016  # what it sends
     for verdict in Nodes(peers[:4]).check():
         assert verdict.failure == verdict.not_checked == ""
 

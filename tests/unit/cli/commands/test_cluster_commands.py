@@ -689,9 +689,15 @@ def test_daemons_are_named_whose_metrics_cannot_be_read(
     training: ApiServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of the job's last node, which is not the one whose steps are timed."""
-    never = threading.Event()
+    never, ask = threading.Event(), cluster_profile._metrics
     daemon = f"{SYSTEM}/pods/daemon-1:7703/proxy/metrics"
-    monkeypatch.setattr(cluster_profile, "METRICS_S", 0.1)
+
+    async def impatient(api: Any, options: Any, pod: str, port: int) -> str:
+        if pod == "daemon-1":  # the last one that is asked; the others may take their time
+            monkeypatch.setattr(cluster_profile, "METRICS_S", 0.1)
+        return await ask(api, options, pod, port)
+
+    monkeypatch.setattr(cluster_profile, "_metrics", impatient)
     training.texts[daemon] = lambda: b"" * never.wait(30)
     steps = count(1)
 

@@ -6,11 +6,13 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from holdfast_cli.commands.nodes import nodes_view
+from holdfast_cli.local import node_record
 from holdfast_cli.local.node_record import NodeRecord, write_record
 from holdfast_cli.main import main
 from holdfast_core.node_failures import HALF_LIFE_S, FailureKind, NodeFailure, Record, mark_of
@@ -88,11 +90,14 @@ def test_an_empty_record_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_node_of_a_local_run_is_forgotten_and_its_control_loop_sees_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "status.json").write_text("{}")
     path = tmp_path / "node-failures.json"
-    lost = NodeFailure(kind=FailureKind.LOST_NODE, job="default.moe", epoch=2, at=time.time())
+    # For the control loop no time passes: what has just failed counts whole.
+    now = time.time()
+    monkeypatch.setattr(node_record, "time", SimpleNamespace(time=lambda: now))
+    lost = NodeFailure(kind=FailureKind.LOST_NODE, job="default.moe", epoch=2, at=now)
     write_record(path, {"n1": (lost,), "n2": (lost,)})
     control_loop = NodeRecord(path)
     control_loop.synchronise()

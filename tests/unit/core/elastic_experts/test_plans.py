@@ -206,9 +206,9 @@ def test_a_plan_is_made_in_time(
     room = ExpertRoom(nodes=nodes, rank_seats=seats)
     took = []
     for _ in range(3):
-        began_s = time.process_time()
+        began_s = time.thread_time()
         plan_experts(loads, room, placement=Placement.RECOVERY)
-        took.append(time.process_time() - began_s)
+        took.append(time.thread_time() - began_s)
         if took[-1] < most_s:
             break
     assert min(took) < most_s

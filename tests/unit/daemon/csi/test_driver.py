@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -166,6 +167,20 @@ def test_a_driver_that_the_kubelet_refuses_ends_with_its_reason(kubelet: Kubelet
     assert "the kubelet refuses the driver: no such version" in words
 
 
+@pytest.fixture
+def process_untouched() -> Iterator[None]:
+    """`main` sets the logs of its process and what signals do."""
+    root, ending = logging.getLogger(), (signal.SIGTERM, signal.SIGINT)
+    level, handlers = root.level, list(root.handlers)
+    before = [signal.getsignal(number) for number in ending]
+    yield
+    for number, action in zip(ending, before, strict=True):
+        signal.signal(number, action)
+    root.setLevel(level)
+    root.handlers[:] = handlers
+
+
+@pytest.mark.usefixtures("process_untouched")
 def test_a_driver_that_cannot_listen_says_where(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

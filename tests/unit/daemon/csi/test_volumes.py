@@ -136,11 +136,15 @@ def test_the_token_of_a_removed_volume_proves_nothing(node: Node) -> None:
     node.volumes.unpublish(VOLUME, node.target(POD))
 
 
-def test_nothing_is_mounted_into_the_directory_of_the_sockets(node: Node) -> None:
+def test_nothing_is_mounted_into_the_directory_of_the_sockets(node: Node, tmp_path: Path) -> None:
     before = {mount.point for mount in current_mounts()}
     node.publish()
     made = {mount.point for mount in current_mounts()} - before
-    assert made == {node.target(POD), node.target(POD) / "sockets"}
+    # Other processes mount as well, elsewhere; what is made here lies below this test's directory.
+    assert {point for point in made if point.is_relative_to(tmp_path)} == {
+        node.target(POD),
+        node.target(POD) / "sockets",
+    }
 
 
 def test_records_are_the_daemons_alone_and_hold_no_token(node: Node) -> None:
