@@ -91,7 +91,7 @@ def test_ranks_that_have_lost_nobody_end_one_after_the_other_those_without_state
 @pytest.mark.slow
 def test_a_process_that_ends_when_it_has_left_its_groups_ends_well() -> None:
     script = "import holdfast; w = holdfast.elastic.init('gloo'); w.group([[0]]); w.close()"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60.0)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=110.0)
 
 
 def reduce_in(group: Any) -> None:
