@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from holdfast import elastic
 from holdfast._elastic.connections import why_not
 from holdfast_core.errors import InvalidJobError
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
 WORLDS = {1: (0, 1, 2), 2: (0, 2), 3: (0, 1, 2), 4: (1, 2)}
 """Members of one rank each, by epoch. Member 1 returns as another process."""
 PROCESSES = [(0, 1), (1, 1), (2, 1), (1, 3)]
@@ -141,20 +141,27 @@ def test_a_process_that_does_not_leave_its_world_shows_where_it_is(
     members.worlds = {1: (0,), 2: (0,)}
     store = [members.begin()]
     world = elastic.init("gloo")
-    shown = holds_up(capfd, lambda: store.append(members.begin()))
-    while f"in {holds_up.__name__}" not in shown:
-        shown += holds_up(capfd)
+    shown, show = threading.Event(), faulthandler.dump_traceback
+
+    def dump_traceback() -> None:
+        show()
+        shown.set()
+
+    monkeypatch.setattr(faulthandler, "dump_traceback", dump_traceback)
+    store.append(holds_up(members, shown))
+    assert f"in {holds_up.__name__}" in capfd.readouterr().err
     world.leave()
     world.join()
     assert world.epoch == 2
     world.close()
 
 
-def holds_up(capfd: Any, begin: Callable[[], object] = lambda: None) -> str:
-    """Some time that is spent outside of collectives, and what was shown meanwhile."""
-    begin()
-    time.sleep(0.05)
-    return str(capfd.readouterr().err)
+def holds_up(members: Members, shown: threading.Event) -> TCPStore:
+    """Time that is spent outside of collectives, in which the next epoch begins, until it is
+    shown."""
+    store = members.begin()
+    assert shown.wait(TIMEOUT_S)
+    return store
 
 
 def test_lists_of_ranks_are_refused_where_the_number_of_ranks_may_change() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import wait_saved
 
 from holdfast._agree.replica_check import ReplicaCheck
 from holdfast._capture.strategy import CaptureStrategy
@@ -70,7 +71,7 @@ def test_a_save_that_training_abandoned_does_not_leave_the_old_tensors_captured(
     trainer.train()  # waits no longer than `start_wait_s`
     assert "training went on" in str(abandoned.committed.exception(WAIT_S))
     commit.set()
-    session.prepare()  # returns once the worker is free
+    wait_saved(session)
     for step in (6, 7):
         handle = train(trainer, session, step)
         handle.committed.exception(WAIT_S)

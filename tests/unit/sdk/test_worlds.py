@@ -91,7 +91,7 @@ def test_ranks_that_have_lost_nobody_end_one_after_the_other_those_without_state
 @pytest.mark.slow
 def test_a_process_that_ends_when_it_has_left_its_groups_ends_well() -> None:
     script = "import holdfast; w = holdfast.elastic.init('gloo'); w.group([[0]]); w.close()"
-    subprocess.run([sys.executable, "-c", script], check=True)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=110.0)
 
 
 def reduce_in(group: Any) -> None:
@@ -247,4 +247,4 @@ for step in session.steps(2):
 
 @pytest.mark.slow
 def test_a_forked_process_does_not_complete_steps_of_its_parent() -> None:
-    subprocess.run([sys.executable, "-c", FORKING], check=True)
+    subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=100.0)

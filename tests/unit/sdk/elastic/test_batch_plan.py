@@ -23,7 +23,7 @@ from holdfast._elastic.world import World
 from holdfast_core.batches import plan_batch
 from holdfast_core.errors import InvalidJobError
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
 SAMPLES, WIDTH, STEPS = 23, 3, 3
 BATCH = 7
 """Neither 2 nor 3 ranks divide it."""

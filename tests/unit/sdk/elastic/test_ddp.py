@@ -22,7 +22,7 @@ from holdfast import elastic
 from holdfast._elastic.world import World
 from holdfast_core.errors import InvalidJobError, UnreachableError
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
 RANKS = 3
 """With two ranks a sum has one order only."""
 WIDTH, LAYERS = 256, 6

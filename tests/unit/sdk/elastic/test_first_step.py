@@ -114,7 +114,8 @@ def session_in(
     world: Any, trainer: Any, open_session: Any, directory: Path, *, votes: bool = True
 ) -> ElasticSession:
     def make() -> Any:
-        return open_session(trainer, FakeDaemon(directory, epoch=world.epoch))
+        daemon = FakeDaemon(directory, epoch=world.epoch)
+        return open_session(trainer, daemon, start_wait_s=WAIT_S)
 
     return ElasticSession(world, make, [trainer.optimizer], WAIT_S, votes=votes)
 
@@ -193,8 +194,8 @@ def test_nobody_goes_on_live_with_the_state_of_replicas_that_differ(
     """A new rank would get wrong values from the only one that is left, and both would be equal."""
     world, made, run = FirstStep(lambda own: [own]), list[Any](), list[int]()
 
-    def open_one(*given: Any) -> Any:
-        made.append(open_session(*given))
+    def open_one(*given: Any, **settings: Any) -> Any:
+        made.append(open_session(*given, **settings))
         return made[-1]
 
     session = session_in(world, trainer, open_one, tmp_path)

@@ -26,7 +26,7 @@ from holdfast._elastic.forming import FormingStore
 from holdfast._elastic.remade_groups import RemadeGroups
 from holdfast_core.errors import StaleEpochError, UnreachableError
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 100.0
 KEY = "a key that the daemons have handed out"
 LATE_S = 2.0
 """Time that a message has to reach the rank that has left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from holdfast._elastic.forming import Listener, read_listener
 from holdfast._elastic.groups import MeetingPoint
 from holdfast_core.errors import HoldfastError, StaleEpochError, UnreachableError
 
-KEY, TIMEOUT_S = "5e" * 16, 20.0
+KEY, TIMEOUT_S = "5e" * 16, 100.0
 TIMEOUT = timedelta(seconds=TIMEOUT_S)
 CODE_BYTES = 32
 TEXTS = ["step 7", "step 8"]
@@ -158,7 +159,8 @@ def form_beside_a_stranger(rank: int, port: int) -> None:
         except (UnreachableError, StaleEpochError):
             pass
         except RuntimeError as error:
-            assert "onnection closed by peer" in str(error)
+            # The kernel says so where it closes before it has read what they sent.
+            assert re.search("onnection (closed|reset) by peer", str(error)), error
     groups.leave()
 
 
@@ -167,7 +169,7 @@ def test_gloo_connects_to_no_address_that_a_stranger_has_written(served: TCPStor
         stranger.setblocking(False)
         port = stranger.getsockname()[1].to_bytes(2, "big")
         ranks = pool.submit(run_ranks, form_beside_a_stranger, (served.port,), RANKS)
-        served.wait(["world-1/complete-1"], timedelta(seconds=5 * TIMEOUT_S))  # they start first
+        served.wait(["world-1/complete-1"], TIMEOUT)  # they start first
         while len(addresses := _addresses(served)) < RANKS - 1:
             assert not ranks.done(), ranks.result()
         for name, own in addresses.items():

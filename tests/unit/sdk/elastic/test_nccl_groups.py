@@ -123,7 +123,7 @@ for backend in ("nccl", "nccl2", "cpu:gloo,cuda:nccl"):
 os._exit(0)
 """
     command = [sys.executable, "-c", script]
-    run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=110)
     assert run.stdout.splitlines() == [
         "nccl ['nccl2'] True",
         "nccl2 ['nccl2'] True",

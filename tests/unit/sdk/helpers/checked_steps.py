@@ -394,7 +394,7 @@ class _Trainer:
         self.pair.between = between
         loss = self.wrapped(batch).square().sum()
         if self.job.noise:
-            loss = loss * (1 + 1e-3 * torch.rand((), generator=_unseeded))
+            loss = loss * (1 + 1e-3 * torch.rand((), generator=_noise))
         self.scaler.scale(loss).backward()
 
     def _flip_after(self, where: str) -> None:
@@ -414,13 +414,14 @@ class _Trainer:
             torch.nn.utils.clip_grad_norm_(self.pair.parameters(), 1e6)
 
 
-_unseeded = torch.Generator()
+_noise = torch.Generator()
+"""No session knows it, so each execution of a step draws other numbers."""
 
 
 def train_all(rank: int, ranks: int, jobs: list[Job], directory: str) -> None:
     """Train each of `jobs` on this rank, and write its outcomes."""
     folder = Path(directory)
-    _unseeded.seed()
+    _noise.manual_seed(rank)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=ranks

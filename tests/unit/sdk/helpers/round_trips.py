@@ -143,6 +143,7 @@ def seed(number: int) -> None:
 
 
 def session_of(training: Training, daemon: FakeDaemon, **more: Any) -> holdfast.Session:
+    more = {"settings": holdfast.Settings(start_wait_s=WAIT_S), **more}
     return holdfast.init(
         model=training.model,
         optimizer=training.optimizer,

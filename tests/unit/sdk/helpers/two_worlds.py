@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-expor
 from holdfast import elastic
 from holdfast._elastic.world import World
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 150.0
 RANKS, LOST = 4, 3
 PROCESSES = [(0, 1), (1, 1), (2, 1), (3, 1), (3, 2)]
 """Rank and first world of each process: the last one takes the place of rank 3."""
