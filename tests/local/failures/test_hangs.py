@@ -21,7 +21,7 @@ from holdfast_core import hang_limits
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import Phase
 
-WAIT_S = 120.0
+WAIT_S = 200.0
 
 TRAINS = """
 import os, pathlib, subprocess, sys, time, torch, holdfast
@@ -123,7 +123,8 @@ def thaw(path: Path) -> None:
 
 
 def job_of(directory: Path, blocks: str, helpers: int = 0) -> MoETrainingJob:
-    """A job of two members with two ranks each."""
+    """A job of two members with two ranks each. On a busy machine, ranks that do not hang may take
+    no step for seconds either."""
     script = directory / "train.py"
     script.write_text(TRAINS)
     command = [sys.executable, str(script), str(directory), blocks, str(helpers)]
@@ -133,7 +134,7 @@ def job_of(directory: Path, blocks: str, helpers: int = 0) -> MoETrainingJob:
         nodes=2,
         nproc=2,
         snapshot={"memoryPerNode": "64Mi"},
-        failurePolicy={"detection": {"heartbeatSeconds": 0.5, "hangSeconds": 2}},
+        failurePolicy={"detection": {"heartbeatSeconds": 0.5, "hangSeconds": 6}},
     )
 
 
@@ -151,7 +152,7 @@ def causes(status: Status) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_each_hang_names_its_culprit(directory: Path) -> None:
     async def hang() -> Status:
         settings = LocalSettings(directory=directory / "run")

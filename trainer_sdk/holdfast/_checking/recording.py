@@ -11,6 +11,7 @@ process in a real failure would not have expected it either. With no recorder, `
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -75,7 +76,7 @@ class Recorder:
         """Whether the script has called `save`."""
         self._steps: dict[int, int] = {}
         """Steps of each optimizer by its `id`."""
-        self._written_s = 0.0
+        self._written_s = -math.inf
         self._watched: Watched | None = None
         """The session from the moment when its state is that after the saved step; None before."""
         self._stepper: int | None = None

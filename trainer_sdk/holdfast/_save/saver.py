@@ -8,6 +8,7 @@ logged once. Nothing is ever raised into training (invariant 3).
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
@@ -91,7 +92,7 @@ class Saver:
         thread writes it."""
         self.refusal: HoldfastError | None = None
         """Newest error that refuses saves until somebody changes something; None before one."""
-        self._reported_s = 0.0
+        self._reported_s = -math.inf
         self._unprotected = False
         """Whether this rank has been reported to train without a session."""
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
