@@ -737,6 +737,11 @@ class LiveState:
         if not has_tensors(value):
             check_value(str(name.state(str(key))), value)
             return
+        if self.anchors[place.name].optimizer not in (-1, index):
+            raise InvalidJobError(
+                f"{place.name} belongs to several optimizers, and a restore could not tell which "
+                f"of them keeps {key!r} for it: give each parameter to one optimizer"
+            )
         if isinstance(key, str) and is_plain(value):
             if value.device.type != parameter.device.type:
                 self.devices[index][str(name.state(key))] = value.device.type

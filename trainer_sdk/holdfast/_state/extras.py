@@ -134,7 +134,14 @@ def _pack(value: Any, path: str, depth: int) -> object:
             f"{path[:200]}… is nested deeper than {_DEPTH_MAX} levels; flatten it"
         )
     kind = type(value)
-    if value is None or kind in (bool, float, str, bytes):
+    if value is None or kind in (bool, float, bytes):
+        return value
+    if kind is str:
+        if not (value.isascii() or _is_utf8(value)):
+            raise UnsupportedValueError(
+                f"{ascii(path)[1:-1]} is a text with a surrogate, which has no bytes in UTF-8: "
+                f"return os.fsencode(text) if it is the path of a file, and other bytes otherwise"
+            )
         return value
     if kind is int:
         if value in _INT64:
@@ -173,6 +180,14 @@ def _pack(value: Any, path: str, depth: int) -> object:
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which a snapshot cannot carry; let "
         f"state_dict() return numbers, strings, containers, tensors or arrays instead"
     )
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 _MAPPINGS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "k"}

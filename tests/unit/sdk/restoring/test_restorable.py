@@ -44,6 +44,26 @@ def test_an_expanded_buffer_is_restored(
     same(new.state(), old.state())
 
 
+@pytest.mark.parametrize("last", [0.0, 0.9])
+def test_a_parameter_for_which_two_optimizers_keep_states_is_refused_by_name(
+    last: float, make_trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    trainer = make_trainer()
+    head = trainer.model.head
+    trainer.optimizer = [
+        torch.optim.AdamW(trainer.model.parameters()),
+        torch.optim.SGD(head.parameters(), lr=1e-2, momentum=last),
+    ]
+    session = open_session(trainer, FakeDaemon(tmp_path))
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for one in trainer.optimizer:
+        one.step()
+    error = error_of(session.save(1))
+    assert isinstance(error, InvalidJobError)
+    assert "head.weight belongs to several optimizers" in str(error)
+
+
 FROZEN = "head"
 """The module that the runs below begin to train late."""
 

@@ -162,6 +162,8 @@ def test_decoded_tensors_can_be_written() -> None:
         ({object(): 1}, "extras key is a builtins.object"),
         (torch.eye(2).to_sparse(), "extras is a tensor of layout"),
         (np.array([object()]), "extras is an array of dtype object"),
+        ({"files": ["a/\udcff"]}, "extras['files'][0] is a text with a surrogate"),
+        ({"a/\udcff": 1}, "extras key is a text with a surrogate"),
     ],
 )
 def test_an_unsupported_value_is_named_by_its_path(value: Any, path: str) -> None:
