@@ -5,15 +5,18 @@ optimizers also count steps in an attribute or under a text in `state`, or hold 
 Snapshots capture numbers and texts that have changed since the program started, and all tensors
 that are neither parameters nor states. They are part of the extras, so tensors must be small. If a
 snapshot cannot carry an object, such as an averager that counts its steps, the attributes of the
-object are captured.
+object are captured. Random generators are captured by their state, whether it has changed or not: a
+generator without a seed begins anew in each program.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast._state.dtensors import raw
@@ -31,6 +34,8 @@ _LEFT_OUT = frozenset(
 )
 _STATE = "state:"
 """Beginning of the path of a value in `state` that belongs to no parameter."""
+_GENERATOR = "state of a random generator"
+"""Beside the state, what the extras hold for a generator."""
 _KEEP_NOTHING = ("torch.optim.", "torch.distributed.optim.zero_redundancy_optimizer")
 """Modules whose optimizers keep no state in attributes."""
 _DEPTH_MAX = 4
@@ -75,10 +80,10 @@ class OwnValues:
             value = holder[name]
             tensors = list(_tensors(value))
             if not tensors:
-                encoded = _encode(value)
-                if encoded is not None and encoded != begun.get(path):
+                encoded, generator = _encode(value), _generator(value) is not None
+                if encoded is not None and (generator or encoded != begun.get(path)):
                     _check_keys(type(one).__qualname__, path, value, known)
-                    values[path] = {"value": value, "device": "cpu"}
+                    values[path] = {"value": _plain(value), "device": "cpu"}
                 continue
             recognises = recognises or _Captured(one, known)
             own = [tensor for tensor in tensors if not recognises.has(tensor)]
@@ -99,11 +104,12 @@ class OwnValues:
         for path, (holder, name) in places.items():
             before = begun.get(path)
             if path not in wanted and before is not None and before != _encode(holder[name]):
-                holder[name] = decode_extras(before)
+                old = holder[name]
+                holder[name] = _fill(old, decode_extras(before), torch.device("cpu"), path)
         for path, item in wanted.items():
             holder, name = places[path] if path in places else _new_place(one, path)
             device = _device_of(one, item["device"])
-            holder[name] = _fill(holder.get(name), item["value"], device)
+            holder[name] = _fill(holder.get(name), item["value"], device, path)
 
     @staticmethod
     def has_tensors(optimizer: Any) -> bool:
@@ -189,9 +195,36 @@ def _encode(value: object) -> bytes | None:
     if callable(value) or next(_tensors(value), None) is not None:
         return None
     try:
-        return encode_extras(value)
+        return encode_extras(_plain(value))
     except UnsupportedValueError:
         return None
+
+
+def _plain(value: object) -> object:
+    """Return what the extras hold for a value: the state of a generator, the items of a
+    `defaultdict`, and any other value itself."""
+    generator = _generator(value)
+    if generator is not None:
+        state, _ = generator
+        return (_GENERATOR, state())
+    return dict(value) if type(value) is defaultdict else value
+
+
+def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """Return what reads and what writes the state of a random generator; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return (
+            lambda: value.get_state().numpy().tobytes(),
+            lambda state: value.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
+        )
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate, value.setstate
+    if isinstance(value, np.random.RandomState):
+        return lambda: value.get_state(legacy=False), value.set_state
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return None
 
 
 def _check_keys(optimizer: str, path: str, value: object, known: Collection[int]) -> None:
@@ -233,16 +266,38 @@ def _device_of(optimizer: Any, kind: str) -> torch.device:
     return next((p.device for p in parameters if p.device.type == kind), torch.device(kind))
 
 
-def _fill(old: Any, new: Any, device: torch.device) -> Any:
-    """Return `new`, with its tensors in the memory of the tensors of `old` that fit."""
+def _fill(old: Any, new: Any, device: torch.device, path: str) -> Any:
+    """Return `new`, with its tensors in the memory of the tensors of `old` that fit. A generator
+    stays the same object and gets its state.
+
+    Raises:
+        LayoutMismatchError: `new` is the state of another kind of generator, or only one of both is
+            that of a generator.
+    """
+    generator = _generator(old)
+    saved = type(new) is tuple and len(new) == 2 and new[0] == _GENERATOR
+    if generator is not None or saved:
+        try:
+            if generator is None or not saved:
+                raise TypeError
+            generator[1](new[1])
+        except (TypeError, ValueError, RuntimeError, KeyError) as error:
+            raise LayoutMismatchError(
+                f"an optimizer's attribute {path!r} is a {type(old).__qualname__}, and the "
+                f"snapshot has another kind of value for it: build the optimizer as before"
+            ) from error
+        return old
     if isinstance(new, torch.Tensor):
         fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
         return old.copy_(new) if fits else new.to(device)
     if isinstance(new, dict):
         known = old if isinstance(old, dict) else {}
-        return type(new)({key: _fill(known.get(key), v, device) for key, v in new.items()})
+        items = {key: _fill(known.get(key), v, device, path) for key, v in new.items()}
+        if type(old) is defaultdict:
+            return defaultdict(old.default_factory, items)
+        return type(new)(items)
     if type(new) in (list, tuple):
         fits = isinstance(old, list | tuple) and len(old) == len(new)
         beside = old if fits else [None] * len(new)
-        return type(new)(_fill(a, b, device) for a, b in zip(beside, new, strict=True))
+        return type(new)(_fill(a, b, device, path) for a, b in zip(beside, new, strict=True))
     return new

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from round_trips import Training, check_round_trip, refusal, seed, session_of
+from round_trips import WAIT_S, Training, check_round_trip, refusal, seed, session_of
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
@@ -91,6 +94,90 @@ def test_numbers_and_tensors_in_attributes_are_restored(tmp_path: Path) -> None:
     assert average.tolist() == [28.0]
     assert optimizer.made_late[0] == 7
     assert optimizer.made_late[1].tolist() == [7.0, 7.0]
+
+
+GENERATORS = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "Python": lambda: random.Random(3),
+    "Python, without a seed": random.Random,
+    "numpy": lambda: np.random.default_rng(3),
+    "numpy, MT19937": lambda: np.random.Generator(np.random.MT19937(3)),
+    "numpy, of old": lambda: np.random.RandomState(3),
+}
+
+
+class NoisySGD(torch.optim.SGD):
+    """Draws its learning rate from a generator of its own, and counts in a `defaultdict`."""
+
+    def __init__(self, params: Any, generator: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.generator, self.counts = generator, defaultdict[str, int](int)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        drawn = self.drawn()
+        self.counts["steps"] += 1
+        self.param_groups[0]["lr"] = 0.01 * drawn * self.counts["steps"]
+        super().step()
+
+    def drawn(self) -> float:
+        if isinstance(self.generator, torch.Generator):
+            return torch.rand((), generator=self.generator).item()
+        return float(
+            self.generator.normal()
+            if hasattr(self.generator, "normal")
+            else self.generator.gauss(0.0, 1.0)
+        )
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_and_counters_in_attributes_are_restored(kind: str, tmp_path: Path) -> None:
+    """The generator stays the same object: others may hold it, too."""
+    made = []
+
+    def build() -> Training:
+        model = mlp()
+        made.append(GENERATORS[kind]())
+        return Training(model, NoisySGD(model.parameters(), made[-1]))
+
+    check_round_trip(build, tmp_path)
+    training = build()
+    session = session_of(training, FakeDaemon(tmp_path, epoch=3))
+    assert session.restore() == 7
+    session.close()
+    assert training.optimizer.generator is made[-1]
+    assert training.optimizer.counts == {"steps": 7}
+    assert training.optimizer.counts["others"] == 0
+
+
+def test_a_generator_that_nobody_has_used_yet_is_restored_as_well(tmp_path: Path) -> None:
+    def build() -> Training:
+        model = mlp()
+        return Training(model, NoisySGD(model.parameters(), random.Random()))
+
+    states = []
+    for epoch in (1, 2):
+        training = build()
+        with session_of(training, FakeDaemon(tmp_path, epoch=epoch)) as session:
+            assert session.restore() == (1 if states else None)
+            states.append(training.optimizer.generator.getstate())
+            session.save(1).committed.result(WAIT_S)
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("other", ["torch", "numpy, MT19937", None])
+def test_the_state_of_another_kind_of_generator_is_refused(
+    other: str | None, tmp_path: Path
+) -> None:
+    model = mlp()
+    training = Training(model, NoisySGD(model.parameters(), GENERATORS["numpy"]()))
+    with session_of(training, FakeDaemon(tmp_path)) as session:
+        session.save(1).committed.result(WAIT_S)
+    generator = 3.5 if other is None else GENERATORS[other]()
+    training = Training(model, NoisySGD(model.parameters(), generator))
+    session = session_of(training, FakeDaemon(tmp_path, epoch=2))
+    with pytest.raises(LayoutMismatchError, match="attribute 'generator' is a "):
+        session.restore()
+    session.close()
 
 
 class SlowUnderParameters(torch.optim.SGD):
