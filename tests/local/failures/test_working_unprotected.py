@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from local_jobs import make_job
@@ -44,11 +46,10 @@ with holdfast.init(model=model, optimizer=optimizer) as session:
 """
 
 BARE = """
-import sys, time, torch
+import pathlib, sys, time, torch
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
-until = time.monotonic() + float(sys.argv[1])
-while time.monotonic() < until:
+while not pathlib.Path(sys.argv[1]).exists():
     model(torch.ones(1, 4)).sum().backward()
     time.sleep(0.2)
     optimizer.step()
@@ -56,7 +57,7 @@ while time.monotonic() < until:
 """Takes steps, and does not call holdfast.init."""
 
 UNSAVEABLE = """
-import sys, time, torch, holdfast
+import pathlib, sys, time, torch, holdfast
 
 class Lock:
     def state_dict(self):
@@ -67,10 +68,10 @@ class Lock:
 torch.distributed.init_process_group("gloo")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
-until, step = time.monotonic() + float(sys.argv[1]), 0
+step = 0
 session = holdfast.init(model=model, optimizer=optimizer, stateful={"lock": Lock()})
 assert session.restore() is None
-while time.monotonic() < until:
+while not pathlib.Path(sys.argv[1]).exists():
     model(torch.ones(1, 4)).sum().backward()
     step += 1
     time.sleep(0.2)
@@ -90,8 +91,19 @@ if not mark.exists():
 
 
 def job_of(
-    directory: Path, script: str, argument: object, memory: str = "64Mi", **snapshot: object
+    directory: Path,
+    script: str,
+    argument: object,
+    memory: str = "64Mi",
+    limit_s: float = START_S,
+    **snapshot: object,
 ) -> MoETrainingJob:
+    """A job of one rank that runs `script` with `argument`.
+
+    Args:
+        limit_s: silence that counts as a hang, also of a start.
+        snapshot: further fields of the job's snapshots.
+    """
     file = directory / "script.py"
     file.write_text(script)
     return make_job(
@@ -100,19 +112,28 @@ def job_of(
         snapshot={"memoryPerNode": memory, **snapshot},
         redundancy={"type": "None"},
         failurePolicy={
-            "detection": {"heartbeatSeconds": 0.5, "startSeconds": START_S, "hangSeconds": START_S}
+            "detection": {"heartbeatSeconds": 0.5, "startSeconds": limit_s, "hangSeconds": limit_s}
         },
     )
 
 
-def run(directory: Path, job: MoETrainingJob) -> tuple[Outcome, Status, dict[str, str]]:
-    """Run the job to its end; return the messages of its events and conditions as well."""
+def run(
+    directory: Path, job: MoETrainingJob, until: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Outcome, Status, dict[str, str]]:
+    """Run the job to its end; return the messages of its conditions as well.
+
+    Args:
+        until: condition → words that its message will have. When all have been seen, there is the
+            file `end`, for scripts that wait for it.
+    """
     seen: dict[str, str] = {}
 
     def note(status: Status) -> None:
         for condition in status.conditions:
             if condition.message:
                 seen[f"{condition.type} {condition.reason}"] = condition.message
+        if all(words in seen.get(name, "") for name, words in until.items()):
+            (directory / "end").touch()
 
     async def finished() -> tuple[Outcome, Status]:
         settings = LocalSettings(directory=directory / "run")
@@ -166,10 +187,13 @@ def test_a_script_that_sleeps_before_its_session_is_restarted(directory: Path) -
 def test_training_whose_state_nobody_saves_says_so_in_its_first_steps(
     script: str, event: str, reason: str, directory: Path
 ) -> None:
-    outcome, status, seen = run(directory, job_of(directory, script, 8))
+    expected = {
+        "Running TrainsUnprotected": "1 ranks train in epoch 1",
+        "Protected TrainsUnprotected": reason,
+    }
+    job = job_of(directory, script, directory / "end", limit_s=WAIT_S)
+    outcome, status, _ = run(directory, job, expected)
     assert (outcome, status.recoveries) == (Outcome.COMPLETE, 0)
-    assert "1 ranks train in epoch 1" in seen["Running TrainsUnprotected"]
-    assert reason in seen["Protected TrainsUnprotected"]
     (text,) = [each.message for each in status.local.events if each.reason == event]
     assert reason in text
 
@@ -178,7 +202,7 @@ def test_training_whose_state_nobody_saves_says_so_in_its_first_steps(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("script", [BARE, UNSAVEABLE], ids=["without-init", "refused"])
 def test_a_job_that_requires_protection_fails_with_the_reason(script: str, directory: Path) -> None:
-    job = job_of(directory, script, 600, requireProtection=True)
+    job = job_of(directory, script, directory / "never", limit_s=WAIT_S, requireProtection=True)
     outcome, status, _ = run(directory, job)
     assert (outcome, status.recoveries) == (Outcome.FAILED, 0)
     assert "requires protection and its saves are refused (code 81)" in status.local.reason
