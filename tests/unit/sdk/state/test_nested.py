@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,10 +97,9 @@ def test_numbers_and_tensors_in_attributes_are_restored(tmp_path: Path) -> None:
     assert optimizer.made_late[1].tolist() == [7.0, 7.0]
 
 
-GENERATORS = {
+GENERATORS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.Generator().manual_seed(3),
     "Python": lambda: random.Random(3),
-    "Python, without a seed": random.Random,
     "numpy": lambda: np.random.default_rng(3),
     "numpy, MT19937": lambda: np.random.Generator(np.random.MT19937(3)),
     "numpy, of old": lambda: np.random.RandomState(3),
@@ -154,13 +154,13 @@ def test_a_generator_that_nobody_has_used_yet_is_restored_as_well(tmp_path: Path
         model = mlp()
         return Training(model, NoisySGD(model.parameters(), random.Random()))
 
-    states = []
+    states = list[Any]()
     for epoch in (1, 2):
         training = build()
         with session_of(training, FakeDaemon(tmp_path, epoch=epoch)) as session:
             assert session.restore() == (1 if states else None)
             states.append(training.optimizer.generator.getstate())
-            session.save(1).committed.result(WAIT_S)
+            session.save(epoch).committed.result(WAIT_S)
     assert states[0] == states[1]
 
 
