@@ -18,7 +18,7 @@ from alone import train_alone
 from cluster import Cluster
 from holdfast_system import Holdfast
 from shortages import STEPS_WITHOUT, Shortages
-from survival import DETECTION_S, EVERYTHING, Fault, Run
+from survival import DETECTION_S, EVERYTHING, PATIENT, Fault, Run
 
 from holdfast_cli.demo.report import FaultReport
 from holdfast_cli.local import Recovery
@@ -70,7 +70,7 @@ def short(cluster: Cluster, holdfast: Holdfast) -> Iterator[Short]:
         with cluster.disk_of_its_own(slow) as device:
             holdfast.wait_daemon(slow)
             shortages = Shortages(slow_node=slow, slow_device=device)
-            run = Run(cluster, "short", STEPS, arguments=ARGUMENTS)
+            run = Run(cluster, "short", STEPS, arguments=ARGUMENTS, detection=PATIENT)
             yield shortages, _outcome(run, shortages.script)
     finally:
         cluster.kubectl("uncordon", other)

@@ -18,7 +18,7 @@ import pytest
 from cluster import Cluster
 from holdfast_system import TIER, Holdfast
 from machine import wait_for
-from survival import RECOVERY_S, RUN_S, Run, drain
+from survival import PATIENT, RECOVERY_S, RUN_S, Run, drain
 from typed import holdfast_command
 
 NAME, STEPS, FIRST_STEPS = "patient", 100_000, 5
@@ -61,6 +61,7 @@ def seen(cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
         NAME,
         STEPS,
         arguments=("--seq", "32", "--dim", "32", "--layers", "1"),
+        detection=PATIENT,
         spec={
             "nodes": 2,
             "parallelism": {"dp": 2, "ep": 2},

@@ -36,6 +36,8 @@ DETECTION: dict[str, Any] = {
 DETECTION_S = 5.0
 """When `DETECTION` calls a silent node lost: a machine that plays all nodes may itself hold up a
 daemon for seconds."""
+PATIENT: dict[str, Any] = DETECTION | {"missedHeartbeats": 30}
+"""The same, where each recovery is accounted for: no machine holds up a daemon for so long."""
 
 OUTPUTS = ("--log-file", f"{OUTPUT}/log.jsonl", "--hash-file", f"{OUTPUT}/sha256")
 """Arguments of examples that name the files which they write."""
@@ -70,6 +72,8 @@ class Run:
     """More for the trainer's command line."""
     spec: dict[str, Any] = field(default_factory=dict)
     """Fields of the job's spec that replace those of the example."""
+    detection: dict[str, Any] = field(default_factory=lambda: DETECTION)
+    """When nodes are lost and ranks hang."""
     example: str = "moe-job.yaml"
     """File of the example."""
     outputs: tuple[str, ...] = OUTPUTS
@@ -114,7 +118,7 @@ class Run:
             arguments=(*self.outputs, *["--stay"][: self.stays], *self.arguments),
             **self.spec,
         )
-        document["spec"]["failurePolicy"]["detection"] = DETECTION
+        document["spec"]["failurePolicy"]["detection"] = self.detection
         lend_folder(document["spec"]["trainer"]["template"]["spec"], self.folder)
         return document
 
