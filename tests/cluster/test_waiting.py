@@ -148,11 +148,12 @@ def _fail_and_resume(run: Run, found: Seen) -> None:
     where = ("-n", run.job.namespace)
     found.persisted = holdfast_command(run.cluster, "persist", NAME, *where)
 
-    def says_what_is_kept(status: dict[str, Any]) -> bool:
-        return f"generation {status['protected']} of " in found.persisted
+    def says_what_is_kept() -> dict[str, Any]:
+        status = run.job.status()
+        return status if f"generation {status['protected']} of " in found.persisted else {}
 
-    # Its daemons may have protected one more after its end.
-    found.failed = run.job.wait("what was persisted", says_what_is_kept, KEPT_S)
+    # Its daemons may have protected one more after its end. (`Job.wait` gives up a failed job.)
+    found.failed = wait_for("what was persisted", says_what_is_kept, KEPT_S)
     _allow_restarts(run, 20)
     found.resumed = holdfast_command(run.cluster, "resume", NAME, *where)
     found.last = _trains(run, found.failed)
