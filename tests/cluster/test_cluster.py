@@ -141,10 +141,17 @@ def test_names_of_services_and_pods_resolve_and_the_host_reaches_pods(pods: Pods
         return False
 
     wait_for("the host to reach the pod", answers, WAIT_S)
+    # The name and the address of a new service reach each node a moment later.
     code = (
-        "import socket, urllib.request\n"
+        "import socket, time, urllib.request\n"
         "print(socket.gethostbyname('kubernetes.default.svc.cluster.local'))\n"
-        "print(b'venv' in urllib.request.urlopen('http://web', timeout=30).read())"
+        "page, until = None, time.monotonic() + 60\n"
+        "while page is None:\n"
+        "    try: page = urllib.request.urlopen('http://web', timeout=10).read()\n"
+        "    except OSError:\n"
+        "        if time.monotonic() > until: raise\n"
+        "        time.sleep(0.1)\n"
+        "print(b'venv' in page)"
     )
     assert pods.python("dns", images.DAEMON, code).split() == ["10.96.0.1", "True"]
 

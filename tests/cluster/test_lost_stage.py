@@ -16,7 +16,7 @@ from cluster import Cluster
 from holdfast_system import Holdfast
 from jobs import OUTPUT
 from standings import Standing, stand, wait_members
-from survival import RECOVERY_S, RUN_S, Run, recoveries_in
+from survival import PATIENT, RECOVERY_S, RUN_S, Run, recoveries_in
 
 from holdfast_cli.demo.stages import (
     REPLICAS,
@@ -66,6 +66,7 @@ def outcome(
         STEPS,
         example="moe-pipeline-job.yaml",
         outputs=("--directory", OUTPUT),
+        detection=PATIENT,
         spec={
             "nodes": STAGES,
             "nprocPerNode": REPLICAS,

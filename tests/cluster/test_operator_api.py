@@ -158,8 +158,9 @@ def test_only_one_replica_leads_and_the_other_follows_when_it_ends(
     wait_for("the first to lead", lambda: "leader 1.0" in world.operator.ask("/metrics"), WAIT_S)
     log = tmp_path / "second.log"
     with OperatorProcess(cluster.kubeconfig, namespace, log, identity="replica-1") as second:
-        assert "holdfast_operator_leader 0.0" in second.ask("/metrics")
-        assert second.ask("/readyz") == "ok\n"
+        wait_for("the second to be ready", lambda: second.ask("/readyz") == "ok\n", WAIT_S)
+        metrics = wait_for("its metrics", lambda: second.ask("/metrics"), WAIT_S)
+        assert "holdfast_operator_leader 0.0" in metrics
         lease = cluster.get("lease", "holdfast-operator", "-n", namespace)
         assert lease["spec"]["holderIdentity"] == "replica-0"
         assert world.operator.stop() == 0

@@ -101,7 +101,14 @@ def _logs(cluster: Cluster, job: str) -> str:
     return done.stdout
 
 
-TRAINER = "import time; print('the trainer', flush=True); time.sleep(10)"
+LOOKED_AT = "looked-at"
+TRAINER = f"""
+import os, time
+print("the trainer", flush=True)
+while not os.path.exists("{jobs.OUTPUT}/{LOOKED_AT}"):
+    time.sleep(0.1)
+"""
+"""Ends once the test has looked at its pod."""
 
 
 def test_a_job_whose_pods_get_a_sidecar_in_front_completes_and_the_sidecar_may_end_its_work(
@@ -129,6 +136,7 @@ def test_a_job_whose_pods_get_a_sidecar_in_front_completes_and_the_sidecar_may_e
     (name,) = team.pods("meshed")
     containers = team.find("pod", name)["spec"]["containers"]
     assert [each["name"] for each in containers] == ["uploader", "trainer"]
+    (output / LOOKED_AT).touch()
     job.wait("the job to complete", lambda s: s.get("phase") == "Complete", WAIT_S)
     wait_for("the sidecar to upload", (output / "uploaded").exists, WAIT_S)
     wait_for("the pod to go", lambda: not team.pods("meshed"), WAIT_S)
@@ -146,7 +154,9 @@ def test_what_was_deleted_is_made_again(team: Team, kind: str) -> None:
     wait_for("another one", lambda: team.owner(kind, name), WAIT_S)
     assert team.find(kind, name)["metadata"]["uid"] != before
     requests = audit.requests(f"{NAMESPACE}:holdfast-operator")
-    about = [r for r in requests if r.name == name and r.namespace == TEAM]
+    # The service has the name of its job, whose status is written whenever its pod gets on.
+    mine = [r for r in requests if r.permission.resource == f"{kind}s" and r.namespace == TEAM]
+    about = [r for r in mine if r.name == name]
     assert len(about) <= 2, "it asks for what its watches show"
     job.delete()
 

@@ -140,15 +140,24 @@ def test_training_whose_saves_are_refused_says_so_or_ends(make: Make) -> None:
     trains = make("refused", "", script=UNSAVEABLE)
     requires = make("required", "", script=UNSAVEABLE, snapshot={"requireProtection": True})
     why = "failed with TypeError: a lock has no state"
+
+    def shows(status: dict[str, Any]) -> bool:
+        found = {each["type"]: each for each in status.get("conditions", ())}
+        protected, running = found.get("Protected", {}), found.get("Running", {})
+        return (
+            (protected.get("status"), protected.get("reason")) == ("False", "TrainsUnprotected")
+            and why in protected["message"]
+            and "1 ranks train in epoch 1" in running.get("message", "")
+            and why in status.get("problem", "")
+        )
+
+    # The refusal is known before it is known that the rank trains all the same.
+    status = trains.wait("Protected to be false with the refusal", shows, WAIT_S)
+    assert status["recoveries"] == 0
     wait_for(
-        "the condition Protected to be false with the refusal",
-        lambda: why in trains.condition("Protected").get("message", ""),
+        "the event about the refusal",
+        lambda: any(e.reason == "SnapshotsRefused" and why in e.message for e in trains.events()),
         WAIT_S,
     )
-    status, protected = trains.status(), trains.condition("Protected")
-    assert (protected["status"], protected["reason"]) == ("False", "TrainsUnprotected")
-    assert "1 ranks train in epoch 1" in trains.condition("Running")["message"]
-    assert why in status["problem"] and status["recoveries"] == 0
-    assert any(e.reason == "SnapshotsRefused" and why in e.message for e in trains.events())
     assert "its saves are refused (code 81)" in failed(requires)
     assert requires.status()["recoveries"] == 0

@@ -16,7 +16,7 @@ from alone import train_alone
 from cluster import Cluster
 from holdfast_system import Holdfast
 from standings import Standing, member_without_operator, stand, wait_members
-from survival import OUTPUTS, RECOVERY_S, RUN_S, Run
+from survival import OUTPUTS, PATIENT, RECOVERY_S, RUN_S, Run
 
 from holdfast_cli.demo.elastic import difference
 from holdfast_cli.demo.report import LoggedStep, read_log, worlds_of
@@ -60,6 +60,7 @@ def seen(cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
         STEPS,
         stays=True,
         arguments=ARGUMENTS,
+        detection=PATIENT,
         example="moe-elastic-job.yaml",
         spec={
             "model": {"numExperts": EXPERTS, "numMoELayers": LAYERS},

@@ -18,7 +18,7 @@ import pytest
 from cluster import Cluster
 from holdfast_system import TIER, Holdfast
 from machine import wait_for
-from survival import RECOVERY_S, RUN_S, Run, drain
+from survival import PATIENT, RECOVERY_S, RUN_S, Run, drain
 from typed import holdfast_command
 
 NAME, STEPS, FIRST_STEPS = "patient", 100_000, 5
@@ -61,6 +61,7 @@ def seen(cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
         NAME,
         STEPS,
         arguments=("--seq", "32", "--dim", "32", "--layers", "1"),
+        detection=PATIENT,
         spec={
             "nodes": 2,
             "parallelism": {"dp": 2, "ep": 2},
@@ -147,11 +148,12 @@ def _fail_and_resume(run: Run, found: Seen) -> None:
     where = ("-n", run.job.namespace)
     found.persisted = holdfast_command(run.cluster, "persist", NAME, *where)
 
-    def says_what_is_kept(status: dict[str, Any]) -> bool:
-        return f"generation {status['protected']} of " in found.persisted
+    def says_what_is_kept() -> dict[str, Any]:
+        status = run.job.status()
+        return status if f"generation {status['protected']} of " in found.persisted else {}
 
-    # Its daemons may have protected one more after its end.
-    found.failed = run.job.wait("what was persisted", says_what_is_kept, KEPT_S)
+    # Its daemons may have protected one more after its end. (`Job.wait` gives up a failed job.)
+    found.failed = wait_for("what was persisted", says_what_is_kept, KEPT_S)
     _allow_restarts(run, 20)
     found.resumed = holdfast_command(run.cluster, "resume", NAME, *where)
     found.last = _trains(run, found.failed)

@@ -19,7 +19,7 @@ from cluster import Cluster
 from holdfast_system import Holdfast
 from machine import wait_for
 from standings import Standing, member_without_operator, stand, wait_members
-from survival import RECOVERY_S, RUN_S, Run
+from survival import PATIENT, RECOVERY_S, RUN_S, Run
 
 from holdfast_cli.demo.report import LoggedStep
 from holdfast_operator.kube.pods.containers import trainer_status
@@ -71,6 +71,7 @@ def seen(cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
         STEPS,
         stays=True,
         arguments=("--ep", "1", "--seq", "32"),
+        detection=PATIENT,
         spec={
             "nodes": NODES,
             "minNodes": MINIMUM,

@@ -36,6 +36,8 @@ DETECTION: dict[str, Any] = {
 DETECTION_S = 5.0
 """When `DETECTION` calls a silent node lost: a machine that plays all nodes may itself hold up a
 daemon for seconds."""
+PATIENT: dict[str, Any] = DETECTION | {"missedHeartbeats": 30}
+"""The same, where each recovery is accounted for: no machine holds up a daemon for so long."""
 
 OUTPUTS = ("--log-file", f"{OUTPUT}/log.jsonl", "--hash-file", f"{OUTPUT}/sha256")
 """Arguments of examples that name the files which they write."""
@@ -70,6 +72,8 @@ class Run:
     """More for the trainer's command line."""
     spec: dict[str, Any] = field(default_factory=dict)
     """Fields of the job's spec that replace those of the example."""
+    detection: dict[str, Any] = field(default_factory=lambda: DETECTION)
+    """When nodes are lost and ranks hang."""
     example: str = "moe-job.yaml"
     """File of the example."""
     outputs: tuple[str, ...] = OUTPUTS
@@ -82,8 +86,8 @@ class Run:
     """Kind of fault → the newest protected step that the status knew before it."""
     behind: dict[str, int] = field(default_factory=dict)
     """Kind of fault → by how many steps parity was behind training then, as the status showed."""
-    replays: dict[str, str] = field(default_factory=dict)
-    """Kind of fault → which ranks recovered alone afterwards, or why none did."""
+    recoveries: dict[str, list[Recovery]] = field(default_factory=dict)
+    """Kind of fault → the recoveries that were decided upon from then on."""
     safe_beside: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Status of each job beside it before the operator was killed."""
     broken: str = ""
@@ -114,7 +118,7 @@ class Run:
             arguments=(*self.outputs, *["--stay"][: self.stays], *self.arguments),
             **self.spec,
         )
-        document["spec"]["failurePolicy"]["detection"] = DETECTION
+        document["spec"]["failurePolicy"]["detection"] = self.detection
         lend_folder(document["spec"]["trainer"]["template"]["spec"], self.folder)
         return document
 
@@ -172,16 +176,16 @@ class Run:
             on = status.get("phase") in ("Running", "Complete")
             enough = status.get("recoveries", 0) >= count
             safe = status.get("protectedStep", 0) > done.step + 1
+            steps = _steps_since(at, recoveries_in(status), self.log())
             if status.get("phase") == "Complete" and not (enough and safe):
                 raise ClusterError(
                     f"{self.name} ended before {what} was survived, which was at step {done.step} "
                     f"of {self.steps}; protected: {status.get('protectedStep')}. Give it more steps"
                 )
-            return on and enough and safe
+            return on and enough and safe and bool(steps)
 
-        job.wait(f"{what} to be survived", survived, RECOVERY_S)
-        recoveries = recoveries_in(job.status())
-        self.replays[fault.kind] = recoveries[-1].replay if recoveries else ""
+        recoveries = recoveries_in(job.wait(f"{what} to be survived", survived, RECOVERY_S))
+        self.recoveries[fault.kind] = [each for each in recoveries if each.decided_at >= at]
         report = account(done, self.log(), recoveries, job.events())
         self.faults.append(report)
         self.say(
@@ -189,6 +193,14 @@ class Run:
             f"{report.recovery_seconds} s, {report.lost_steps} steps lost, from {report.source}"
         )
         fault.after(self)
+
+
+def _steps_since(
+    at: float, recoveries: Sequence[Recovery], log: Sequence[LoggedStep]
+) -> list[LoggedStep]:
+    """Steps that were trained after `at`, and after the recoveries that were decided since."""
+    epochs = [each.epoch for each in recoveries if each.decided_at >= at]
+    return [line for line in log if line.time > at and line.epoch >= max(epochs, default=0)]
 
 
 def recoveries_in(status: dict[str, Any]) -> list[Recovery]:

@@ -155,6 +155,9 @@ class World:
         """Node → when its daemon first connected to this control loop; others did long ago."""
         self.dials_at: dict[str, float] = {}
         """Node → when its daemon connects to a new control loop; others do at once."""
+        self._searched: Membership | None = None
+        self._places: dict[str, int] = {}
+        """Node → the member there, in the membership that was searched last."""
         self.sent: Membership | None = None
         """Newest membership that this control loop has published."""
         self.dropping = -1.0
@@ -302,19 +305,26 @@ class World:
     def agent_waits(self, name: str) -> bool:
         """Whether an agent waits on the node, which has no part in the world."""
         known = self.daemons[name].membership
-        takes_part = known is not None and known.member_on(name) is not None
-        running = any(
+        if name in self.cold or (known is not None and self._member_on(known, name) is not None):
+            return False
+        return any(
             agent.node == name and agent.state is AgentState.RUNNING
             for agent in self.agents.values()
         )
-        return running and name not in self.cold and not takes_part
+
+    def _member_on(self, membership: Membership, name: str) -> int | None:
+        """The member on a node; the members are gone through once for all of many nodes."""
+        if self._searched is not membership:
+            self._searched = membership
+            self._places = {member.node: member.index for member in membership.members}
+        return self._places.get(name)
 
     def job_view(self, name: str) -> JobView | None:
         daemon = self.daemons[name]
         membership = daemon.membership
         if membership is None:
             return None
-        member = membership.member_on(name)
+        member = self._member_on(membership, name)
         agent = self.agents.get((member if member is not None else -1, name))
         works = agent is not None and agent.state is AgentState.RUNNING
         ranks = membership.ranks_of(member) if member is not None else range(0)
@@ -475,7 +485,7 @@ class World:
     def deliver(self, name: str, membership: Membership) -> None:
         daemon = self.daemons[name]
         known = daemon.membership
-        concerned = known is not None or membership.member_on(name) is not None
+        concerned = known is not None or self._member_on(membership, name) is not None
         newer = known is None or (known.epoch, known.revision) < (
             membership.epoch,
             membership.revision,
