@@ -12,7 +12,7 @@ from simulation.__main__ import run_schedules
 from holdfast_core.snapshots.membership import Redundancy
 
 
-@pytest.mark.seeds(first=20_025, of_1000=50, short=25, size=25)
+@pytest.mark.seeds(first=20_025, of_1000=50, short=25, size=100)
 @pytest.mark.parametrize("redundancy", [Redundancy.RAIM6, Redundancy.REPLICATION])
 def test_no_schedule_with_two_losses_loses_a_byte_or_a_recovery_line(
     redundancy: Redundancy, first_seed: int, seeds: int

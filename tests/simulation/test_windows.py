@@ -15,7 +15,7 @@ from simulation.options import Options
 from holdfast_core.job.snapshots import PolicyType
 
 
-@pytest.mark.seeds(first=50_000, of_1000=40, short=10, size=30)
+@pytest.mark.seeds(first=50_000, of_1000=40, short=10, size=90)
 @pytest.mark.parametrize("slots", [2, 3])
 def test_a_window_is_seen_whole_or_not_at_all(slots: int, first_seed: int, seeds: int) -> None:
     counts: Counter[str] = Counter()

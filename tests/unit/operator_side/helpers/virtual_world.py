@@ -143,6 +143,9 @@ class World:
     mute: Collection[str] = ()
     old: Collection[str] = ()
     record: Record = MappingProxyType({})
+    _searched: Membership | None = None
+    _places: Mapping[str, int] = MappingProxyType({})
+    """Node → the member there, in the membership that was searched last."""
 
     def __init__(self, job: MoETrainingJob, nodes: int | None = None) -> None:
         self.job, self.now = job, 1000.0
@@ -155,9 +158,6 @@ class World:
         """Node → when its daemon first connected to this control loop; others did long ago."""
         self.dials_at: dict[str, float] = {}
         """Node → when its daemon connects to a new control loop; others do at once."""
-        self._searched: Membership | None = None
-        self._places: dict[str, int] = {}
-        """Node → the member there, in the membership that was searched last."""
         self.sent: Membership | None = None
         """Newest membership that this control loop has published."""
         self.dropping = -1.0
