@@ -28,7 +28,7 @@ from holdfast_cli.local.processes import ProcessId, is_alive, send
 HELPERS = Path(__file__).parent / "helpers"
 NAMESPACE = "cluster-test"
 KUBELET_PORT = 10250
-WAIT_S = 90.0
+WAIT_S = 180.0
 
 
 class Pods:
