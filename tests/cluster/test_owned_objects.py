@@ -131,7 +131,7 @@ def test_a_job_whose_pods_get_a_sidecar_in_front_completes_and_the_sidecar_may_e
     pod["terminationGracePeriodSeconds"] = 60
     with SidecarWebhook(team.cluster, TEAM, sidecar):
         job = team.job("meshed", pod)
-        wait_for("logs", lambda: "the trainer" in _logs(team.cluster, "meshed"), WAIT_S)
+        wait_for("logs", lambda: "the trainer" in _logs(team.cluster, "meshed"), 3 * WAIT_S)
     assert "the sidecar" not in _logs(team.cluster, "meshed")
     (name,) = team.pods("meshed")
     containers = team.find("pod", name)["spec"]["containers"]
