@@ -88,6 +88,22 @@ def percent(values: Sequence[float], note: str = "") -> Figure:
     )
 
 
+def median_percent(
+    values: Sequence[float], seconds: Sequence[float], floor_seconds: float = 0.0, note: str = ""
+) -> Figure:
+    """The median of `values`, which are in percent, beside the durations that they are from."""
+    return Figure(
+        value=statistics.median(values),
+        unit="%",
+        low=min(values),
+        high=max(values),
+        repetitions=len(values),
+        seconds=statistics.median(seconds),
+        floor_seconds=floor_seconds,
+        note=note,
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """Result of one part of the benchmark, which ran in a process of its own."""

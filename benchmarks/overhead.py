@@ -24,7 +24,16 @@ from pathlib import Path
 
 from benchmarks.cluster import Cluster
 from benchmarks.floors import SHARED_MEMORY
-from benchmarks.measure import REPETITIONS, WARM_UPS, Figure, Outcome, encode, milliseconds, timed
+from benchmarks.measure import (
+    REPETITIONS,
+    WARM_UPS,
+    Figure,
+    Outcome,
+    encode,
+    median_percent,
+    milliseconds,
+    timed,
+)
 from benchmarks.redundancy import GRID_BYTES, Capture
 from holdfast_core.snapshots.layouts import decode_layout
 from holdfast_core.snapshots.membership import Redundancy
@@ -60,19 +69,10 @@ def measure() -> Outcome:
             cluster.control.drop(name)
     step_s = statistics.median(off)
     percents = [100 * (step / floor - 1) for step, floor in zip(on, off, strict=True)]
-    figure = Figure(
-        value=statistics.median(percents),
-        unit="%",
-        low=min(percents),
-        high=max(percents),
-        repetitions=len(percents),
-        seconds=statistics.median(on),
-        floor_seconds=step_s,
-        note="longer step of examples/train_moe.py on two ranks, a snapshot after every step",
-    )
+    note = "longer step of examples/train_moe.py on two ranks, a snapshot after every step"
     return Outcome(
         rows={
-            "overhead": figure,
+            "overhead": median_percent(percents, on, step_s, note),
             "overhead_floor": _floor(nbytes, step_s),
             "overhead_daemon": milliseconds(daemon_s),
         }
@@ -93,15 +93,7 @@ def _floor(nbytes: int, step_s: float) -> Figure:
     work = Capture(whole, RANKS)
     times = [timed(work.capture) for _ in range(WARM_UPS + REPETITIONS)][WARM_UPS:]
     percents = [100 * seconds * nbytes / whole / step_s for seconds in times]
-    return Figure(
-        value=statistics.median(percents),
-        unit="%",
-        low=min(percents),
-        high=max(percents),
-        repetitions=len(percents),
-        seconds=statistics.median(times),
-        note=f"{nbytes} bytes",
-    )
+    return median_percent(percents, times, note=f"{nbytes} bytes")
 
 
 def example(ranks: int, steps: int, log: Path) -> tuple[list[str], dict[str, str]]:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from benchmarks.cluster import Cluster
 from benchmarks.floors import SHARED_MEMORY, SharedBuffer
-from benchmarks.measure import Figure, Outcome, encode
+from benchmarks.measure import Figure, Outcome, encode, median_percent
 from benchmarks.overhead import BUDGET_BYTES, example
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Redundancy, Tier
@@ -202,17 +202,11 @@ def _figure(loop: Loop, kind: str) -> Figure:
     nothing, those = loop.means["nothing"], loop.means[kind]
     percents = [100 * (one / other - 1) for one, other in zip(those, nothing, strict=True)]
     noise = [100 * abs(after / before - 1) for before, after in itertools.pairwise(nothing)]
-    return Figure(
-        value=statistics.median(percents),
-        unit="%",
-        low=min(percents),
-        high=max(percents),
-        repetitions=len(percents),
-        seconds=statistics.median(those),
-        floor_seconds=statistics.median(nothing),
-        note=f"{loop.set_bytes / MEBIBYTE:.0f} MiB every {EVERY} steps; blocks without differ by "
-        f"{statistics.median(noise):.1f} %",
+    note = (
+        f"{loop.set_bytes / MEBIBYTE:.0f} MiB every {EVERY} steps; blocks without differ by "
+        f"{statistics.median(noise):.1f} %"
     )
+    return median_percent(percents, those, statistics.median(nothing), note)
 
 
 def main() -> None:

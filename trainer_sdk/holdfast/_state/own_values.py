@@ -35,7 +35,7 @@ _LEFT_OUT = frozenset(
 _STATE = "state:"
 """Beginning of the path of a value in `state` that belongs to no parameter."""
 _GENERATOR = "state of a random generator"
-"""Beside the state, what the extras hold for a generator."""
+"""First item of the pair that the extras hold for a generator; the second one is its state."""
 _KEEP_NOTHING = ("torch.optim.", "torch.distributed.optim.zero_redundancy_optimizer")
 """Modules whose optimizers keep no state in attributes."""
 _DEPTH_MAX = 4
@@ -80,10 +80,11 @@ class OwnValues:
             value = holder[name]
             tensors = list(_tensors(value))
             if not tensors:
-                encoded, generator = _encode(value), _generator(value) is not None
-                if encoded is not None and (generator or encoded != begun.get(path)):
+                plain = _plain(value)
+                encoded = _encode(plain)
+                if encoded is not None and (_is_state(plain) or encoded != begun.get(path)):
                     _check_keys(type(one).__qualname__, path, value, known)
-                    values[path] = {"value": _plain(value), "device": "cpu"}
+                    values[path] = {"value": plain, "device": "cpu"}
                 continue
             recognises = recognises or _Captured(one, known)
             own = [tensor for tensor in tensors if not recognises.has(tensor)]
@@ -210,6 +211,11 @@ def _plain(value: object) -> object:
     return dict(value) if type(value) is defaultdict else value
 
 
+def _is_state(plain: object) -> bool:
+    """Whether a value of the extras is the state of a generator."""
+    return type(plain) is tuple and len(plain) == 2 and plain[0] == _GENERATOR
+
+
 def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
     """Return what reads and what writes the state of a random generator; None for anything else."""
     if isinstance(value, torch.Generator):
@@ -275,10 +281,9 @@ def _fill(old: Any, new: Any, device: torch.device, path: str) -> Any:
             that of a generator.
     """
     generator = _generator(old)
-    saved = type(new) is tuple and len(new) == 2 and new[0] == _GENERATOR
-    if generator is not None or saved:
+    if generator is not None or _is_state(new):
         try:
-            if generator is None or not saved:
+            if generator is None or not _is_state(new):
                 raise TypeError
             generator[1](new[1])
         except (TypeError, ValueError, RuntimeError, KeyError) as error:
