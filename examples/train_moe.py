@@ -346,6 +346,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--held-out", type=int, default=0, help="passages held out for a loss at the end"
     )
+    parser.add_argument(
+        "--step-seconds", type=float, default=0.0, help="the least a step lasts, to watch it"
+    )
     parser.add_argument("--log-file", type=Path, help="append a JSON line for each step (rank 0)")
     parser.add_argument("--hash-file", type=Path, help="file for the hash of the final state")
     parser.add_argument("--hash-steps", action="store_true", help="log the hash of every state")
@@ -392,6 +395,7 @@ def main(argv: list[str] | None = None) -> None:
     moes = [module for module in model.modules() if isinstance(module, MoE)]
     for step in session.steps(args.steps):
         with step:
+            until = time.monotonic() + args.step_seconds
             if step.resumed:  # perhaps in a world of another size
                 sampler.split(rank=world.rank, replicas=world.size)
                 batches = itertools.chain.from_iterable(itertools.repeat(loader))
@@ -416,6 +420,7 @@ def main(argv: list[str] | None = None) -> None:
                 line |= {"restored": restored, "state": state_sha256(world, model, optimizer)}
             if world.rank == 0:
                 report(args, **line)
+            time.sleep(max(0.0, until - time.monotonic()))
     sha256 = state_sha256(world, model, optimizer)
     if world.rank == 0 and args.hash_file:
         args.hash_file.write_text(sha256 + "\n")

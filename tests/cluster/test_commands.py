@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cluster import Cluster
 from holdfast_system import TIER, Holdfast
+from jobs import PACE
 from survival import Run
 from typed import holdfast_command
 
@@ -55,7 +56,7 @@ def shell(cluster: Cluster, holdfast: Holdfast) -> Iterator[Shell]:
         cluster,
         NAME,
         STEPS,
-        arguments=("--seq", "32", "--dim", "32", "--layers", "1"),
+        arguments=(*PACE, "--seq", "32", "--dim", "32", "--layers", "1"),
         spec={
             "nodes": 2,
             "parallelism": {"dp": 2, "ep": 2},

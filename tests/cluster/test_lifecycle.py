@@ -120,7 +120,7 @@ def system(cluster: Cluster, holdfast: Holdfast) -> Iterator[System]:
 @pytest.fixture
 def training(system: System) -> Job:
     """A real job of four members, which trains and is protected; made when it is not there."""
-    job = system.job(jobs.trainer_job("training", namespace=TEAM, steps=STEPS))
+    job = system.job(jobs.trainer_job("training", namespace=TEAM, steps=STEPS, arguments=jobs.PACE))
     job.wait("the job to be protected", _is_protected, 180.0)
     return job
 

@@ -24,9 +24,12 @@ from holdfast_cli.demo.report import FaultReport
 from holdfast_cli.local import Recovery
 from holdfast_operator.kube.job.status import recoveries_of
 
-STEPS = 320
-ARGUMENTS = ("--seq", "32")
+STEPS = 280
+ARGUMENTS = ("--seq", "32", "--dim", "64")
 """Small steps: what a machine is slow in is not tested here."""
+DISTURBED = (*ARGUMENTS, "--step-seconds", "0.75")
+"""The same beside faults, some of which do not stop training: however fast the machine is, it must
+not end before the last of them was survived."""
 UNCOUNTED = {"kill-daemon", "rollout", "drain", "delete-redis"}
 """Faults that do not count towards `maxRestarts`: training goes on, or the rules say so."""
 
@@ -58,7 +61,7 @@ def undisturbed(cluster: Cluster) -> str:
 
 @pytest.fixture(scope="module")
 def outcome(cluster: Cluster, holdfast: Holdfast) -> Outcome:
-    return _outcome(Run(cluster, "survivor", STEPS, stays=True, arguments=ARGUMENTS), EVERYTHING)
+    return _outcome(Run(cluster, "survivor", STEPS, stays=True, arguments=DISTURBED), EVERYTHING)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def short(cluster: Cluster, holdfast: Holdfast) -> Iterator[Short]:
         with cluster.disk_of_its_own(slow) as device:
             holdfast.wait_daemon(slow)
             shortages = Shortages(slow_node=slow, slow_device=device)
-            run = Run(cluster, "short", STEPS, arguments=ARGUMENTS, detection=PATIENT)
+            run = Run(cluster, "short", STEPS, arguments=DISTURBED, detection=PATIENT)
             yield shortages, _outcome(run, shortages.script)
     finally:
         cluster.kubectl("uncordon", other)

@@ -133,6 +133,7 @@ def training(teams: Cluster) -> Job:
     document = jobs.trainer_job(
         namespace=TEAM,
         steps=STEPS,
+        arguments=jobs.PACE,
         memory="1500Mi",
         nodes=2,
         parallelism={"dp": 2, "ep": 2},

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from cluster import Cluster
 from holdfast_system import TIER, Holdfast
+from jobs import PACE
 from machine import wait_for
 from survival import PATIENT, RECOVERY_S, RUN_S, Run, drain
 from typed import holdfast_command
@@ -60,7 +61,7 @@ def seen(cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
         cluster,
         NAME,
         STEPS,
-        arguments=("--seq", "32", "--dim", "32", "--layers", "1"),
+        arguments=(*PACE, "--seq", "32", "--dim", "32", "--layers", "1"),
         detection=PATIENT,
         spec={
             "nodes": 2,

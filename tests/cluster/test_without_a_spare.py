@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from cluster import Cluster
 from holdfast_system import Holdfast
+from jobs import PACE
 from machine import wait_for
 from standings import Standing, member_without_operator, stand, wait_members
 from survival import PATIENT, RECOVERY_S, RUN_S, Run
@@ -70,7 +71,7 @@ def seen(cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
         "fewer",
         STEPS,
         stays=True,
-        arguments=("--ep", "1", "--seq", "32"),
+        arguments=(*PACE, "--ep", "1", "--seq", "32"),
         detection=PATIENT,
         spec={
             "nodes": NODES,

@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster import Cluster
 from holdfast_system import Job
-from jobs import OUTPUT, lend_folder, make_folder, trainer_job
+from jobs import OUTPUT, PACE, lend_folder, make_folder, trainer_job
 from machine import ClusterError
 
 from holdfast_cli.demo.report import LoggedStep, read_log
@@ -20,7 +20,7 @@ from holdfast_operator.kube.client.api import Object
 
 STEPS = 100_000
 """More than anybody waits for."""
-ARGUMENTS = ("--seq", "32", "--dim", "32", "--log-file", f"{OUTPUT}/log.jsonl")
+ARGUMENTS = (*PACE, "--seq", "32", "--dim", "32", "--log-file", f"{OUTPUT}/log.jsonl")
 DETECTION = {"heartbeatSeconds": 0.5, "missedHeartbeats": 10, "hangSeconds": 120}
 RUNS_S = 300.0
 SAFE_STEPS = 3

@@ -9,7 +9,7 @@ import images
 import yaml
 from cluster import Cluster
 from holdfast_system import NAMESPACE, RELEASE
-from jobs import trainer_job
+from jobs import PACE, trainer_job
 from machine import ROOT
 
 FILES = ROOT / "build" / "cluster"
@@ -39,7 +39,7 @@ def directions(cluster: Cluster, files: Path = FILES) -> str:
     files.mkdir(parents=True, exist_ok=True)
     values, job = files / "values.yaml", files / "moe-job.yaml"
     values.write_text(_ABOUT_VALUES + yaml.safe_dump(_VALUES, sort_keys=False))
-    document = trainer_job("moe", steps=STEPS, memory="1500Mi")
+    document = trainer_job("moe", steps=STEPS, memory="1500Mi", arguments=PACE)
     job.write_text(_ABOUT_JOB + yaml.safe_dump(document, sort_keys=False))
     return f"""\
 Use it from this shell:

@@ -18,6 +18,10 @@ TORCH = "/opt/torch"
 OUTPUT = "/output"
 """Where trainers find the folder that `lend_folder` gives them."""
 
+PACE = ("--step-seconds", "0.5")
+"""Arguments of a job that trains as long as a test likes: the machine, which plays all nodes, has
+other work than steps that nobody waits for."""
+
 _EXAMPLES = ROOT / "examples"
 
 
