@@ -12,7 +12,8 @@ from pathlib import Path
 
 from machine import run, wait_for
 
-_GONE_S = 30.0
+_GONE_S = 120.0
+"""The kernel takes namespaces away one after the other, those of all clusters' pods too."""
 
 SERVICES = "10.96.0.0/16"
 SLOTS = 8
