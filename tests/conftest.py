@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import os
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--without-slow",
         action="store_true",
         help="leave out tests marked `slow`, as `make test` does; not with --every-combination",
+    )
+    parser.addoption(
+        "--slow-part",
+        type=_part,
+        metavar="PART/PARTS",
+        help="of the tests marked `slow`, run those in one part of the files, as `.ci/run` does: "
+        "0/3, 1/3 or 2/3; not with --every-combination",
     )
     parser.addoption(
         "--every-combination",
@@ -61,7 +69,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out("exhaustive", config, items)
         if config.getoption("--without-slow"):
             config.stash[LEFT_OUT] = _leave_out("slow", config, items)
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+        elif (chosen := config.getoption("--slow-part")) is not None:
+            config.stash[LEFT_OUT] = _leave_out("slow", config, items, but=chosen)
+    # Stories of a cluster have an order of their own.
+    items.sort(key=lambda i: i.get_closest_marker("slow") is None or "cluster" in i.keywords)
     # A process has one fork server, and what starts it first decides what it has imported.
     if daemons := sys.modules.get("daemons"):  # some test forks daemons
         daemons.warm_up()
@@ -98,7 +109,8 @@ def pytest_terminal_summary(
 ) -> None:
     """Name what was left out, and what runs it."""
     if left_out := config.stash.get(LEFT_OUT, 0):
-        terminalreporter.write_line(f"{left_out} slow tests were left out: make test-all runs them")
+        runner = "test-cluster" if "cluster" in config.args[0] else "test-all"
+        terminalreporter.write_line(f"{left_out} slow tests were left out: make {runner} runs them")
 
 
 def pytest_unconfigure() -> None:
@@ -106,10 +118,28 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def _leave_out(marker: str, config: pytest.Config, items: list[pytest.Item]) -> int:
-    left_out = [item for item in items if item.get_closest_marker(marker)]
+def _part(text: str) -> tuple[int, int]:
+    """(part, parts) of "part/parts"."""
+    part, parts = map(int, text.split("/"))
+    if not 0 <= part < parts:
+        raise ValueError(text)
+    return part, parts
+
+
+def _leave_out(
+    marker: str, config: pytest.Config, items: list[pytest.Item], but: tuple[int, int] | None = None
+) -> int:
+    """Leave out the tests with a marker, but for one part of their files; how many."""
+
+    def stays(item: pytest.Item) -> bool:
+        if item.get_closest_marker(marker) is None:
+            return True
+        file = item.nodeid.partition("::")[0]
+        return but is not None and zlib.crc32(file.encode()) % but[1] == but[0]
+
+    left_out = [item for item in items if not stays(item)]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker(marker)]
+    items[:] = [item for item in items if stays(item)]
     return len(left_out)
 
 

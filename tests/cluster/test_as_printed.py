@@ -18,6 +18,8 @@ THREADS = ("--set", "daemon.threads=3")
 
 Document = dict[str, Any]
 
+pytestmark = pytest.mark.slow
+
 
 class Installation:
     """The release and the job of the printed commands."""

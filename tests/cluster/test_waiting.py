@@ -30,7 +30,7 @@ LIMIT_S, WAIT_S = 5.0, 30.0
 KEPT_S = 30.0
 """Time in which the status of a failed job says which generation its daemons keep."""
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -29,7 +29,7 @@ STEPS = 100_000
 """More than any test waits for."""
 NODES, MINIMUM = 4, 3
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
