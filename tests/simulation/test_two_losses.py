@@ -13,7 +13,10 @@ from holdfast_core.snapshots.membership import Redundancy
 
 
 @pytest.mark.seeds(first=20_025, of_1000=50, short=25, size=100)
-@pytest.mark.parametrize("redundancy", [Redundancy.RAIM6, Redundancy.REPLICATION])
+@pytest.mark.parametrize(
+    "redundancy",
+    [Redundancy.RAIM6, pytest.param(Redundancy.REPLICATION, marks=pytest.mark.slow)],
+)
 def test_no_schedule_with_two_losses_loses_a_byte_or_a_recovery_line(
     redundancy: Redundancy, first_seed: int, seeds: int
 ) -> None:
@@ -27,7 +30,7 @@ def test_no_schedule_with_two_losses_loses_a_byte_or_a_recovery_line(
 
 
 @pytest.mark.seeds(first=30_000, of_1000=25, short=8, size=17)
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_as_many_members_may_be_lost_as_there_are_replicas(
     replicas: int, first_seed: int, seeds: int
 ) -> None:

@@ -73,6 +73,7 @@ def check_faults(kind: str, directory: Path, jobs: list[Job], ranks: int) -> Non
             check_blamed(job.fault, outcomes, undisturbed)
 
 
+@pytest.mark.slow
 def test_flips_in_shards_of_fsdp_are_found_and_the_right_rank_is_named(tmp_path: Path) -> None:
     check_faults("fsdp", tmp_path, faults("fsdp"), 2)
 
