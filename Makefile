@@ -21,6 +21,8 @@ BUILDER ?=
 ARGS ?=
 NAME ?=
 PYTHON312 ?= $(PYTHON)
+# What `make prepare` installs for the targets test-<stack>.
+STACKS ?= torchtitan deepspeed megatron py312
 
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -190,10 +192,10 @@ prepare: $(STAMP) redis prometheus ## Install and compile what the targets that 
 	@$(CLUSTER) build &
 	compiling=$$!
 	$(call bundle)
-	$(call overlay,torchtitan,fsspec)
-	$(call overlay,deepspeed)
-	$(call overlay,megatron)
-	$(machine)
+	$(if $(filter torchtitan,$(STACKS)),$(call overlay,torchtitan,fsspec))
+	$(if $(filter deepspeed,$(STACKS)),$(call overlay,deepspeed))
+	$(if $(filter megatron,$(STACKS)),$(call overlay,megatron))
+	$(if $(filter py312,$(STACKS)),$(machine))
 	wait $$compiling
 
 .PHONY: mutants

@@ -31,6 +31,8 @@ STEPS = 100_000
 
 Document = dict[str, Any]
 
+pytestmark = pytest.mark.slow
+
 
 def _small(name: str, template: Document | None = None, **spec: Any) -> Document:
     """A job of one member, whose pod never gets further than its image."""

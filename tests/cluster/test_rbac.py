@@ -215,6 +215,7 @@ LONG = {
 """Rules whose absence takes long to show: their rows are most of the time of this file."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.exhaustive) if name in LONG else name for name in RULES],
