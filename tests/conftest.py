@@ -72,7 +72,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif (chosen := config.getoption("--slow-part")) is not None:
             config.stash[LEFT_OUT] = _leave_out("slow", config, items, but=chosen)
     # Stories of a cluster have an order of their own.
-    items.sort(key=lambda i: i.get_closest_marker("slow") is None or "cluster" in i.keywords)
+    items.sort(
+        key=lambda i: bool(i.get_closest_marker("cluster") or not i.get_closest_marker("slow"))
+    )
     # A process has one fork server, and what starts it first decides what it has imported.
     if daemons := sys.modules.get("daemons"):  # some test forks daemons
         daemons.warm_up()
@@ -109,8 +111,9 @@ def pytest_terminal_summary(
 ) -> None:
     """Name what was left out, and what runs it."""
     if left_out := config.stash.get(LEFT_OUT, 0):
-        runner = "test-cluster" if "cluster" in config.args[0] else "test-all"
-        terminalreporter.write_line(f"{left_out} slow tests were left out: make {runner} runs them")
+        terminalreporter.write_line(
+            f"{left_out} slow tests were left out: make test-all and make test-cluster run them"
+        )
 
 
 def pytest_unconfigure() -> None:
@@ -137,9 +140,12 @@ def _leave_out(
         file = item.nodeid.partition("::")[0]
         return but is not None and zlib.crc32(file.encode()) % but[1] == but[0]
 
-    left_out = [item for item in items if not stays(item)]
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        (kept if stays(item) else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if stays(item)]
+    items[:] = kept
     return len(left_out)
 
 

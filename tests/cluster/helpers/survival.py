@@ -344,4 +344,4 @@ EVERYTHING = (
     Fault(kind="partition", at=0.35, inject=partition, after=heal),
     Fault(kind="drain", at=0.4, inject=drain, after=uncordon),
 )
-"""Training goes on during some, for a minute in all: so it must not end first."""
+"""Training goes on during some: so it must not end first."""
