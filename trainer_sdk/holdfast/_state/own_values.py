@@ -6,14 +6,16 @@ Snapshots capture numbers and texts that have changed since the program started,
 that are neither parameters nor states. They are part of the extras, so tensors must be small. If a
 snapshot cannot carry an object, such as an averager that counts its steps, the attributes of the
 object are captured. Random generators are captured by their state, whether it has changed or not: a
-generator without a seed begins anew in each program.
+generator without a seed has another state in each program. Iterators are refused, because their
+positions cannot be read.
 """
 
 from __future__ import annotations
 
+import io
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,7 @@ _GENERATOR = "state of a random generator"
 _KEEP_NOTHING = ("torch.optim.", "torch.distributed.optim.zero_redundancy_optimizer")
 """Modules whose optimizers keep no state in attributes."""
 _DEPTH_MAX = 4
+_BESIDE = "together with parameters or states"
 _ADVICE = "keep them in its state, under the parameter that they belong to"
 
 
@@ -53,7 +56,9 @@ class OwnValues:
     def begin(self) -> None:
         """Take the present values as those of the program's start."""
         self._begun = {
-            (index, at): {path: _encode(holder[name]) for path, holder, name in _places(one)}
+            (index, at): {
+                path: _encode(_plain(holder[name])) for path, holder, name in _places(one)
+            }
             for index in range(len(self._optimizers))
             for at, one in enumerate(self._within(index))
         }
@@ -70,7 +75,8 @@ class OwnValues:
             known: `id` of each parameter.
 
         Raises:
-            InvalidJobError: an attribute holds tensors that a snapshot cannot carry.
+            InvalidJobError: an attribute holds an iterator, or tensors or a generator that a
+                snapshot cannot carry.
         """
         one = self._within(index)[at]
         begun = self._begun.get((index, at), {})
@@ -78,20 +84,28 @@ class OwnValues:
         values: dict[str, Any] = {}
         for path, holder, name in _places(one):
             value = holder[name]
-            tensors = list(_tensors(value))
+            nested = list(_nested(value))
+            _check_iterators(type(one).__qualname__, path, nested)
+            tensors = [item for item in nested if isinstance(item, torch.Tensor)]
             if not tensors:
                 plain = _plain(value)
                 encoded = _encode(plain)
-                if encoded is not None and (_is_state(plain) or encoded != begun.get(path)):
+                if encoded is not None and (_has_state(plain) or encoded != begun.get(path)):
                     _check_keys(type(one).__qualname__, path, value, known)
                     values[path] = {"value": plain, "device": "cpu"}
                 continue
             recognises = recognises or _Captured(one, known)
             own = [tensor for tensor in tensors if not recognises.has(tensor)]
             if own:
+                plain = _plain(value)
                 _check_keys(type(one).__qualname__, path, value, known)
-                _check(type(one).__qualname__, path, value, own, tensors)
-                values[path] = {"value": value, "device": own[0].device.type}
+                _check(type(one).__qualname__, path, plain, own, tensors)
+                values[path] = {"value": plain, "device": own[0].device.type}
+            elif any(_generator(item) is not None for item in nested):
+                raise InvalidJobError(
+                    f"{type(one).__qualname__} keeps a random generator in its attribute "
+                    f"{path!r}, {_BESIDE}: keep it in an attribute of its own"
+                )
         return {"attributes": values} if values else {}
 
     @torch.no_grad()
@@ -104,7 +118,11 @@ class OwnValues:
         places = {path: (holder, name) for path, holder, name in _places(one)}
         for path, (holder, name) in places.items():
             before = begun.get(path)
-            if path not in wanted and before is not None and before != _encode(holder[name]):
+            if (
+                path not in wanted
+                and before is not None
+                and before != _encode(_plain(holder[name]))
+            ):
                 old = holder[name]
                 holder[name] = _fill(old, decode_extras(before), torch.device("cpu"), path)
         for path, item in wanted.items():
@@ -171,17 +189,21 @@ def _new_place(optimizer: Any, path: str) -> tuple[dict[str, Any], str]:
     return inner, key
 
 
-def _tensors(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value and in its nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth < _DEPTH_MAX and isinstance(value, Mapping):
+def _nested(value: object, depth: int = 0) -> Iterator[object]:
+    """Yield a value and what its nested containers hold."""
+    yield value
+    if depth < _DEPTH_MAX and isinstance(value, Mapping):
         for pair in value.items():
             for item in pair:
-                yield from _tensors(item, depth + 1)
+                yield from _nested(item, depth + 1)
     elif depth < _DEPTH_MAX and isinstance(value, list | tuple | set | deque):
         for item in value:
-            yield from _tensors(item, depth + 1)
+            yield from _nested(item, depth + 1)
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value and in its nested containers."""
+    return (item for item in _nested(value) if isinstance(item, torch.Tensor))
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -191,29 +213,40 @@ def _memory(tensor: torch.Tensor) -> int:
     return local.untyped_storage().data_ptr()
 
 
-def _encode(value: object) -> bytes | None:
-    """Encode a value. Return None if it contains tensors, or if a snapshot cannot carry it."""
-    if callable(value) or next(_tensors(value), None) is not None:
+def _encode(plain: object) -> bytes | None:
+    """Encode what `_plain` returns. Return None if it contains tensors, or if a snapshot cannot
+    carry it."""
+    if callable(plain) or next(_tensors(plain), None) is not None:
         return None
     try:
-        return encode_extras(_plain(value))
+        return encode_extras(plain)
     except UnsupportedValueError:
         return None
 
 
-def _plain(value: object) -> object:
-    """Return what the extras hold for a value: the state of a generator, the items of a
-    `defaultdict`, and any other value itself."""
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Return the form of a value in the extras. In it and its nested containers, the states of
+    generators replace the generators, and dictionaries replace `defaultdict`s."""
     generator = _generator(value)
     if generator is not None:
         state, _ = generator
         return (_GENERATOR, state())
-    return dict(value) if type(value) is defaultdict else value
+    kind = type(value)
+    if depth < _DEPTH_MAX and kind in (dict, defaultdict):
+        return {key: _plain(item, depth + 1) for key, item in value.items()}
+    if depth < _DEPTH_MAX and kind in (list, tuple):
+        return kind(_plain(item, depth + 1) for item in value)
+    return value
 
 
 def _is_state(plain: object) -> bool:
     """Whether a value of the extras is the state of a generator."""
     return type(plain) is tuple and len(plain) == 2 and plain[0] == _GENERATOR
+
+
+def _has_state(plain: object) -> bool:
+    """Whether a value of the extras is the state of a generator or contains one."""
+    return any(_is_state(item) for item in _nested(plain))
 
 
 def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
@@ -231,6 +264,17 @@ def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] 
         bits = value.bit_generator
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
     return None
+
+
+def _check_iterators(optimizer: str, path: str, nested: Iterable[object]) -> None:
+    """Raise InvalidJobError if one of the values in an attribute is an iterator, but for files."""
+    for item in nested:
+        if isinstance(item, Iterator) and not isinstance(item, io.IOBase):
+            raise InvalidJobError(
+                f"{optimizer} keeps an iterator ({type(item).__qualname__}) in its attribute "
+                f"{path!r}, and a snapshot cannot carry how far it has come: count in a number, "
+                f"and make the iterator from it"
+            )
 
 
 def _check_keys(optimizer: str, path: str, value: object, known: Collection[int]) -> None:
@@ -261,7 +305,7 @@ def _check(
         if len(own) == len(tensors):
             encode_extras(value)
             return
-        why = "together with parameters or states"
+        why = _BESIDE
     except UnsupportedValueError as error:
         why = f"in a form that a snapshot cannot carry ({error})"
     raise InvalidJobError(f"{optimizer} keeps tensors in its attribute {path!r}, {why}: {_ADVICE}")

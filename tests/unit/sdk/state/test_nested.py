@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -107,46 +109,59 @@ GENERATORS: dict[str, Callable[[], Any]] = {
 
 
 class NoisySGD(torch.optim.SGD):
-    """Draws its learning rate from a generator of its own, and counts in a `defaultdict`."""
+    """Draws its learning rate from a generator of its own, and counts in a `defaultdict`. With
+    `within`, both are items of containers."""
 
-    def __init__(self, params: Any, generator: Any) -> None:
+    def __init__(self, params: Any, generator: Any, within: bool = False) -> None:
         super().__init__(params, lr=0.1)
-        self.generator, self.counts = generator, defaultdict[str, int](int)
+        counts = defaultdict[str, int](int)
+        if within:
+            self.streams = {"noise": [generator, "normal"], "counts": (counts,)}
+        else:
+            self.generator, self.counts = generator, counts
+
+    def held(self) -> tuple[Any, defaultdict[str, int]]:
+        if "generator" in vars(self):
+            return self.generator, self.counts
+        (counts,), (generator, _) = self.streams["counts"], self.streams["noise"]
+        return generator, counts
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        drawn = self.drawn()
-        self.counts["steps"] += 1
-        self.param_groups[0]["lr"] = 0.01 * drawn * self.counts["steps"]
+        generator, counts = self.held()
+        counts["steps"] += 1
+        self.param_groups[0]["lr"] = 0.01 * drawn(generator) * counts["steps"]
         super().step()
 
-    def drawn(self) -> float:
-        if isinstance(self.generator, torch.Generator):
-            return torch.rand((), generator=self.generator).item()
-        return float(
-            self.generator.normal()
-            if hasattr(self.generator, "normal")
-            else self.generator.gauss(0.0, 1.0)
-        )
+
+def drawn(generator: Any) -> float:
+    if isinstance(generator, torch.Generator):
+        return torch.rand((), generator=generator).item()
+    normal = hasattr(generator, "normal")
+    return float(generator.normal() if normal else generator.gauss(0.0, 1.0))
 
 
+@pytest.mark.parametrize("within", [False, True], ids=["in attributes", "in containers"])
 @pytest.mark.parametrize("kind", GENERATORS)
-def test_generators_and_counters_in_attributes_are_restored(kind: str, tmp_path: Path) -> None:
+def test_generators_and_counters_in_attributes_are_restored(
+    kind: str, within: bool, tmp_path: Path
+) -> None:
     """The generator stays the same object: others may hold it, too."""
     made = []
 
     def build() -> Training:
         model = mlp()
         made.append(GENERATORS[kind]())
-        return Training(model, NoisySGD(model.parameters(), made[-1]))
+        return Training(model, NoisySGD(model.parameters(), made[-1], within))
 
     check_round_trip(build, tmp_path)
     training = build()
     session = session_of(training, FakeDaemon(tmp_path, epoch=3))
     assert session.restore() == 7
     session.close()
-    assert training.optimizer.generator is made[-1]
-    assert training.optimizer.counts == {"steps": 7}
-    assert training.optimizer.counts["others"] == 0
+    generator, counts = training.optimizer.held()
+    assert generator is made[-1]
+    assert counts == {"steps": 7}
+    assert counts["others"] == 0
 
 
 def test_a_generator_that_nobody_has_used_yet_is_restored_as_well(tmp_path: Path) -> None:
@@ -180,6 +195,14 @@ def test_the_state_of_another_kind_of_generator_is_refused(
     session.close()
 
 
+class Scheduled(torch.optim.SGD):
+    """Takes its learning rates from an iterator."""
+
+    def __init__(self, params: Any, rates: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.rates = rates
+
+
 class SlowUnderParameters(torch.optim.SGD):
     """Keeps slow weights in a dictionary of its own, under the parameters."""
 
@@ -196,8 +219,12 @@ class SlowUnderParameters(torch.optim.SGD):
             lambda params: CountingSGD(params, 3 << 20),
             "13 MB of tensors in its attribute 'average'",
         ),
+        (
+            lambda params: Scheduled(params := list(params), {params[0]: random.Random(1)}),
+            "generator in its attribute 'rates', together with parameters or states: keep it in",
+        ),
     ],
-    ids=["under parameters", "large"],
+    ids=["under parameters", "large", "a generator under a parameter"],
 )
 def test_attributes_that_no_snapshot_carries_are_refused_by_name(
     make: Any, why: str, tmp_path: Path
@@ -207,6 +234,35 @@ def test_attributes_that_no_snapshot_carries_are_refused_by_name(
         return Training(model, make(model.parameters()))
 
     assert why in refusal(build, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rates", "kind"),
+    [
+        (itertools.count(1), "count"),
+        ({"lr": [iter([0.1, 0.2])]}, "list_iterator"),
+        ((0.1 / n for n in range(1, 9)), "generator"),
+        (SimpleNamespace(lr=itertools.cycle([0.1])), "cycle"),
+    ],
+)
+def test_iterators_in_attributes_are_refused_by_name(rates: Any, kind: str, tmp_path: Path) -> None:
+    def build() -> Training:
+        model = mlp()
+        return Training(model, Scheduled(model.parameters(), rates))
+
+    why = refusal(build, tmp_path)
+    assert f"Scheduled keeps an iterator ({kind}) in its attribute 'rates" in why
+    assert "count in a number" in why
+
+
+def test_an_open_file_in_an_attribute_is_no_state(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w", encoding="utf-8") as log:
+
+        def build() -> Training:
+            model = mlp()
+            return Training(model, Scheduled(model.parameters(), [log]))
+
+        check_round_trip(build, tmp_path)
 
 
 def test_a_list_of_parameters_in_an_attribute_is_no_state(tmp_path: Path) -> None:

@@ -97,8 +97,7 @@ class _NotOfTorch:
     """The same, without hooks."""
 
     def __init__(self, params: Any, **defaults: Any) -> None:
-        self._inner = [_Hidden(params, **defaults)].__iter__()
-        inner = next(self._inner)
+        inner = _Hidden(params, **defaults)
         self.param_groups, self.state = inner.param_groups, inner.state
         self.step, self.zero_grad = inner.step, inner.zero_grad
 
