@@ -207,7 +207,11 @@ class FakeDaemon:
     def _sealed(self, rank: int) -> dict[Generation, FakeSnapshot]:
         snapshots = {}
         for path in sorted(self.directory.glob(f"{rank}-*/slot-*.manifest")):
-            encoded, places = split_places(path.read_bytes())
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:  # that rank's daemon has just granted the slot
+                continue
+            encoded, places = split_places(content)
             manifest = decode_manifest(encoded)
             slot = int(path.stem.removeprefix("slot-"))
             snapshots[manifest.generation] = FakeSnapshot(
@@ -275,10 +279,13 @@ class FakeDaemon:
 
     def _line(self) -> Generation | None:
         """Generation from which the epoch starts; decided once, as real daemons do."""
-        ranks = range(self.captured_by) if self.captured_by else (self.rank,)
-        complete = set.intersection(*({*self._sealed(rank)} for rank in ranks))
-        decided = self._lines.setdefault(self.epoch, max(complete, default=None))
-        return self.line if self.line is not None else decided
+        if self.line is not None:
+            return self.line
+        if self.epoch not in self._lines:
+            ranks = range(self.captured_by) if self.captured_by else (self.rank,)
+            complete = set.intersection(*({*self._sealed(rank)} for rank in ranks))
+            self._lines[self.epoch] = max(complete, default=None)
+        return self._lines[self.epoch]
 
     def open(self, request: OpenRequest, timeout_s: float) -> Opened:
         del timeout_s
@@ -341,8 +348,12 @@ class FakeDaemon:
             sealed = {g: held for g, held in self.sealed().items() if held.home == self._home}
             taken = {held.piece_map.slot: g for g, held in sealed.items()}
             free = [s for s in range(SLOTS_MAX) if s not in taken]
-            # Kept: the newest protected snapshot, and everything newer.
-            old = [s for s, g in taken.items() if self._protected and g < self._protected]
+            # Kept: the newest protected snapshot of this epoch and everything newer, or the line.
+            protected = self._protected
+            if protected is None or protected.epoch < self.epoch:
+                old = [s for s, g in taken.items() if g.epoch < self.epoch and g != self._line()]
+            else:
+                old = [s for s, g in taken.items() if g < protected]
             if not free and not old:
                 return Grant(skipped="protection is behind")
             slot = (free or sorted(old, key=lambda s: taken[s]))[0]

@@ -312,6 +312,42 @@ def test_events_of_the_daemon_reach_the_handles(
         session.save(5).staged.result(WAIT_S)
 
 
+def test_what_an_earlier_epoch_saved_after_the_line_takes_no_slot_from_the_next(
+    trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    """Nobody can restore it any more. The line stays until something newer is protected."""
+    session = open_session(trainer, FakeDaemon(tmp_path))
+    for step in (1, 2, 3):
+        session.save(step).committed.result(WAIT_S)
+    session.close()
+    line = Generation(1, 1)
+    daemon = FakeDaemon(tmp_path, epoch=2, line=line, protects=False)
+    session = open_session(trainer, daemon)
+    assert session.restore() == 1
+    for step in (2, 3):
+        session.save(step).committed.result(WAIT_S)
+    assert set(daemon.sealed()) == {line, Generation(2, 2), Generation(2, 3)}
+    with pytest.raises(SnapshotSkippedError, match="protection is behind"):
+        session.save(4).staged.result(WAIT_S)
+    daemon.announce("protected", Generation(2, 2))
+    session.save(5).committed.result(WAIT_S)
+    assert set(daemon.sealed()) == {Generation(2, step) for step in (2, 3, 5)}
+    session.close()
+
+
+def test_a_snapshot_whose_slot_is_being_granted_is_none(
+    trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    """Daemons of other ranks look for the line in the same directory meanwhile."""
+    daemon = FakeDaemon(tmp_path)
+    session = open_session(trainer, daemon)
+    session.save(1).committed.result(WAIT_S)
+    session.close()
+    (manifest,) = tmp_path.glob("*/slot-0.manifest")
+    manifest.with_name("slot-1.manifest").symlink_to("removed-between-listing-and-reading")
+    assert set(daemon.sealed()) == {Generation(1, 1)}
+
+
 HANGS = """
 import sys, threading, torch, holdfast
 from pathlib import Path

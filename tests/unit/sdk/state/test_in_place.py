@@ -18,6 +18,7 @@ from holdfast_core.errors import SnapshotSkippedError
 from holdfast_core.snapshots.generations import Generation
 
 Same = Callable[[dict[str, Any], dict[str, Any]], None]
+CheckSaved = Callable[[Generation, dict[str, Any]], None]
 WAIT_S = 20
 
 
@@ -138,8 +139,22 @@ def test_a_change_after_waiting_drops_nothing(
         handle.committed.result(WAIT_S)
 
 
+@pytest.fixture
+def check_saved(make_trainer: Any, open_session: Any, tmp_path: Path, same: Same) -> CheckSaved:
+    """Compares a snapshot below `tmp_path` with the weights that it should have."""
+
+    def check(generation: Generation, wanted: dict[str, Any]) -> None:
+        other = with_plain_optimizer(make_trainer(seed=7))
+        reader = open_session(other, FakeDaemon(tmp_path, epoch=2, line=generation))
+        assert reader.restore() == generation.step
+        same(weights(other), wanted)
+        reader.close()
+
+    return check
+
+
 def test_a_loop_without_a_torch_optimizer_gets_no_torn_snapshots(
-    plain: Any, make_trainer: Any, open_session: Any, tmp_path: Path, same: Same
+    plain: Any, open_session: Any, tmp_path: Path, check_saved: CheckSaved
 ) -> None:
     daemon = FakeDaemon(tmp_path)
     session = open_session(plain, daemon, start_wait_s=WAIT_S)
@@ -150,16 +165,12 @@ def test_a_loop_without_a_torch_optimizer_gets_no_torn_snapshots(
         gate = daemon.hold("grant")
         threading.Timer(0.02, gate.set).start()
         handle = session.save(step)
-        assert handle.staged.done(), "save waits for a loop that does not"
+        assert gate.is_set(), "save waits for a loop that does not"
         plain.train()
         handle.committed.result(WAIT_S)
     session.close()
     for generation in daemon.sealed():
-        other = with_plain_optimizer(make_trainer(seed=7))
-        reader = open_session(other, FakeDaemon(tmp_path, epoch=2, line=generation))
-        assert reader.restore() == generation.step
-        same(weights(other), states[generation.step])
-        reader.close()
+        check_saved(generation, states[generation.step])
 
 
 def weights(trainer: Any) -> dict[str, Any]:
@@ -167,30 +178,40 @@ def weights(trainer: Any) -> dict[str, Any]:
 
 
 def test_a_loop_that_waits_by_itself_goes_on_during_the_copy(
-    plain: Any, open_session: Any, daemon: FakeDaemon
+    plain: Any, open_session: Any, daemon: FakeDaemon, check_saved: CheckSaved
 ) -> None:
     session = open_session(plain, daemon, start_wait_s=WAIT_S)
     session.save(1)
     session.wait_staged()
     plain.train()
     gate = daemon.hold("grant")
+    saved = weights(plain)
     handle = session.save(2)
     assert not handle.staged.done()
-    gate.set()
+    threading.Timer(0.02, gate.set).start()
     session.wait_staged()
-    assert handle.staged.done()
+    assert gate.is_set(), "the call waits for the copy"
+    plain.train()
+    handle.committed.result(WAIT_S)
+    session.close()
+    check_saved(Generation(1, 2), saved)
 
 
 def test_a_loop_that_stops_waiting_is_waited_for_again(
-    plain: Any, open_session: Any, daemon: FakeDaemon
+    plain: Any, open_session: Any, daemon: FakeDaemon, check_saved: CheckSaved
 ) -> None:
     session = open_session(plain, daemon, start_wait_s=WAIT_S)
     session.save(1).committed.result(WAIT_S)
     session.wait_staged()
     session.save(2).committed.result(WAIT_S)
-    gate = daemon.hold("grant")
+    gate, saved = daemon.hold("grant"), weights(plain)
     threading.Timer(0.02, gate.set).start()
-    assert session.save(3).staged.done()
+    handle = session.save(3)
+    assert gate.is_set(), "save waits for its copy"
+    plain.train()
+    handle.committed.result(WAIT_S)
+    session.close()
+    check_saved(Generation(1, 3), saved)
 
 
 def test_a_session_without_a_torch_optimizer_warns_once_to_wait(
