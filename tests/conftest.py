@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# The same examples in every run: a failure here is a failure everywhere. To search for new ones:
-# `make test ARGS="--hypothesis-profile=explore"`.
+# The same examples in every run, however slow the machine is: a failure here is a failure
+# everywhere. To search for new ones: `make test ARGS="--hypothesis-profile=explore"`.
+_patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
-    "fixed", max_examples=50, derandomize=True, database=None, deadline=None, print_blob=True
+    "fixed", _patient, max_examples=50, derandomize=True, database=None, print_blob=True
 )
-settings.register_profile("explore", deadline=None, max_examples=2000, print_blob=True)
+settings.register_profile("explore", _patient, max_examples=2000)
 settings.load_profile("fixed")
 
 LEFT_OUT = pytest.StashKey[int]()

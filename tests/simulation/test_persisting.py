@@ -8,7 +8,7 @@ from simulation.cluster import Cluster
 from simulation.options import Options
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.seeds(first=0, of_1000=300, short=30, size=90)
 def test_no_set_in_storage_is_ever_wrong_and_persisting_comes_back(
     first_seed: int, seeds: int

@@ -17,7 +17,7 @@ from simulation.__main__ import run_schedules
 SIMULATION = Path(__file__).parent / "helpers"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.seeds(first=0, of_1000=1000, short=100, size=180)
 def test_no_schedule_loses_a_byte_or_a_recovery_line(first_seed: int, seeds: int) -> None:
     counts = run_schedules(first_seed, seeds, steps=6, faults=4)

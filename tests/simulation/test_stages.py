@@ -13,7 +13,7 @@ from holdfast_core.topology import Topology
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.seeds(first=0, of_1000=8, short=4, size=4)
+@pytest.mark.seeds(first=0, of_1000=8, short=4, size=8)
 def test_every_rank_has_the_bytes_of_a_run_without_losses(first_seed: int, seeds: int) -> None:
     counts = staging.run(first_seed, seeds)
     # Schedules from which nobody recovers prove nothing.
@@ -21,7 +21,7 @@ def test_every_rank_has_the_bytes_of_a_run_without_losses(first_seed: int, seeds
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.seeds(first=0, of_1000=8, short=4, size=4)
+@pytest.mark.seeds(first=0, of_1000=8, short=4, size=8)
 def test_lost_shards_are_restored_alone_where_the_line_is_of_the_others_step(
     first_seed: int, seeds: int
 ) -> None:

@@ -13,7 +13,7 @@ from simulation.options import Options
 from holdfast_core.snapshots.membership import Redundancy
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.seeds(first=0, of_1000=300, short=30, size=90)
 def test_every_world_goes_on_with_all_that_the_one_before_captured(
     first_seed: int, seeds: int
