@@ -134,6 +134,10 @@ VALUE_SETS: dict[str, Document] = {
 }
 
 
+_documents: dict[str, str] = {}
+"""Values → what helm made of them; both are JSON. Many tests look at the same values."""
+
+
 class Renderer:
     """`helm template`, as documents."""
 
@@ -150,7 +154,12 @@ class Renderer:
         return self.cluster.helm("template", RELEASE, CHART, *chosen)
 
     def documents(self, values: Document) -> list[Document]:
-        return [each for each in yaml.safe_load_all(self.text(values)) if each]
+        key = json.dumps(values)
+        if key not in _documents:
+            found = yaml.load_all(self.text(values), yaml.CSafeLoader)
+            _documents[key] = json.dumps([each for each in found if each])
+        made: list[Document] = json.loads(_documents[key])
+        return made
 
     def one(self, kind: str, name: str, values: Document | None = None) -> Document:
         """The only document of its kind and name."""
