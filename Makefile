@@ -286,6 +286,11 @@ push: images ## Build and push them, and write values and a job that use them; R
 
 ##@ On a real Kubernetes (needs root and Go)
 
+# It needs no package of others: CI runs it beside `install`.
+.PHONY: kubernetes
+kubernetes: ## Compile Kubernetes, once (the other targets here do this themselves)
+	@HOLDFAST_CACHE="$(HOLDFAST_CACHE)" PYTHONPATH=core $(PYTHON) tests/cluster/helpers/binaries.py
+
 .PHONY: cluster-demo
 cluster-demo: $(STAMP) ## The same on a real Kubernetes: a rank, a pod, a daemon, a node, the operator
 	@$(CLUSTER) build

@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import ClusterError, cache, environment, locked, run
+from machine import ClusterError, cache, environment, locked, require, run
 
 SOURCES = Path(__file__).resolve().parents[1] / "go"
 KWOK_STAGES = "kwok-stages.yaml"
@@ -199,3 +200,18 @@ def _kwok_stages(module: Module) -> Iterator[str]:
         for file in sorted((stages / folder).glob("*.yaml")):
             if file.name != "kustomization.yaml":
                 yield file.read_text()
+
+
+def main() -> int:
+    """Compile what the cache does not have yet; the exit code."""
+    try:
+        require()
+        build()
+    except ClusterError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
