@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -105,6 +106,36 @@ def test_rows_that_ci_leaves_out_are_run_by_a_target_that_the_document_names() -
         assert EVERY in run_by(target, arguments)
         quoted = f'"{arguments}"' if " " in arguments else arguments
         assert f"`make {target}{f' ARGS={quoted}' if arguments else ''}`" in TESTING
+
+
+def test_parts_of_slow_tests_have_each_of_them_once_and_whole_files(tmp_path: Path) -> None:
+    """Three commits in a row let `.ci/run` run everything."""
+    names = [f"test_{letter}.py" for letter in "abcdefghijkl"]
+    for name in names:
+        (tmp_path / name).write_text(
+            "import pytest\n"
+            "@pytest.mark.parametrize('n', [1, pytest.param(2, marks=pytest.mark.slow), "
+            "pytest.param(3, marks=pytest.mark.slow)])\n"
+            "def test(n): pass\n"
+        )
+
+    def collected(*options: str) -> set[str]:
+        command = [sys.executable, "-m", "pytest", "-p", "conftest", "-c", os.devnull]
+        command += [f"--rootdir={tmp_path}", "--collect-only", "-q", *options, str(tmp_path)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return {line for line in done.stdout.splitlines() if "::" in line}
+
+    every, fast = collected(), collected("--without-slow")
+    assert len(every) == 3 * len(fast) == 3 * len(names)
+    parts = [collected("--slow-part", f"{part}/3") for part in range(3)]
+    assert set.union(*parts) == every
+    for part in parts:
+        assert part >= fast
+        assert 0 < len(part - fast) < len(every - fast)
+    assert sum(len(part - fast) for part in parts) == len(every - fast)
+    homes = [{test.partition("::")[0] for test in part - fast} for part in parts]
+    assert sum(map(len, homes)) == len(names)
 
 
 def test_what_needs_a_package_of_its_own_environment_is_run_there() -> None:
