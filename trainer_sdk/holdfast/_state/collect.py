@@ -333,9 +333,10 @@ def _fits(name: TensorName, form: Form, shapes: Mapping[str, Sequence[int]]) -> 
 def _load_optimizer(live: LiveState, index: int, saved: Mapping[str, Any]) -> None:
     holders = live.holders[index]
     holders.check_alike(index, _each(saved))
+    parameters = {name: anchor.parameter for name, anchor in live.anchors.items()}
     for at, one in enumerate(_each(saved)):
         _load_values(live, index, at, one)
-        live.begun.values.put_back(index, at, one)
+        live.begun.values.put_back(index, at, one, parameters)
 
 
 def _load_values(live: LiveState, index: int, at: int, saved: Mapping[str, Any]) -> None:

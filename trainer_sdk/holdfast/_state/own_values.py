@@ -7,15 +7,18 @@ that are neither parameters nor states. They are part of the extras, so tensors 
 snapshot cannot carry an object, such as an averager that counts its steps, the attributes of the
 object are captured. Random generators are captured by their state, whether it has changed or not: a
 generator without a seed has another state in each program. Iterators are refused, because their
-positions cannot be read.
+positions cannot be read. Where numbers are beside parameters, such as a counter under each one,
+snapshots name the parameters.
 """
 
 from __future__ import annotations
 
 import io
 import random
-from collections import defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -38,6 +41,8 @@ _STATE = "state:"
 """Beginning of the path of a value in `state` that belongs to no parameter."""
 _GENERATOR = "state of a random generator"
 """First item of the pair that the extras hold for a generator; the second one is its state."""
+_PARAMETER = "a parameter"
+"""First item of the pair that the extras hold for a parameter; the second one is its name."""
 _KEEP_NOTHING = ("torch.optim.", "torch.distributed.optim.zero_redundancy_optimizer")
 """Modules whose optimizers keep no state in attributes."""
 _DEPTH_MAX = 4
@@ -57,7 +62,7 @@ class OwnValues:
         """Take the present values as those of the program's start."""
         self._begun = {
             (index, at): {
-                path: _encode(_plain(holder[name])) for path, holder, name in _places(one)
+                path: _encode_here(one, holder[name]) for path, holder, name in _places(one)
             }
             for index in range(len(self._optimizers))
             for at, one in enumerate(self._within(index))
@@ -66,13 +71,13 @@ class OwnValues:
     def _within(self, index: int) -> tuple[Any, ...]:
         return with_nested(self._optimizers[index], self._optimizers)
 
-    def changed_values(self, index: int, at: int, known: Collection[int]) -> dict[str, Any]:
+    def changed_values(self, index: int, at: int, known: Mapping[int, str]) -> dict[str, Any]:
         """Return the changed attributes of an optimizer, for its part of the extras.
 
         Args:
             index: number of the optimizer in the session.
             at: number of the inner optimizer within it; 0 for the optimizer itself.
-            known: `id` of each parameter.
+            known: `id` of each parameter → its name.
 
         Raises:
             InvalidJobError: an attribute holds an iterator, or tensors or a generator that a
@@ -88,7 +93,7 @@ class OwnValues:
             _check_iterators(type(one).__qualname__, path, nested)
             tensors = [item for item in nested if isinstance(item, torch.Tensor)]
             if not tensors:
-                plain = _plain(value)
+                plain = _plain(value, {})
                 encoded = _encode(plain)
                 if encoded is not None and (_has_state(plain) or encoded != begun.get(path)):
                     _check_keys(type(one).__qualname__, path, value, known)
@@ -97,7 +102,7 @@ class OwnValues:
             recognises = recognises or _Captured(one, known)
             own = [tensor for tensor in tensors if not recognises.has(tensor)]
             if own:
-                plain = _plain(value)
+                plain = _plain(value, {})
                 _check_keys(type(one).__qualname__, path, value, known)
                 _check(type(one).__qualname__, path, plain, own, tensors)
                 values[path] = {"value": plain, "device": own[0].device.type}
@@ -106,29 +111,47 @@ class OwnValues:
                     f"{type(one).__qualname__} keeps a random generator in its attribute "
                     f"{path!r}, {_BESIDE}: keep it in an attribute of its own"
                 )
+            elif _encode_here(one, value) not in (None, begun.get(path)):
+                plain = _plain(value, known)
+                if next(_tensors(plain), None) is not None:
+                    raise InvalidJobError(
+                        f"{type(one).__qualname__} keeps numbers in its attribute {path!r}, "
+                        f"{_BESIDE} that are parts of several parameters: {_ADVICE}"
+                    )
+                values[path] = {"value": plain, "device": "cpu"}
         return {"attributes": values} if values else {}
 
     @torch.no_grad()
-    def put_back(self, index: int, at: int, saved: Mapping[str, Any]) -> None:
+    def put_back(
+        self, index: int, at: int, saved: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
+    ) -> None:
         """Give an optimizer the attributes of a snapshot. Other attributes get the values that they
-        had when the program started."""
+        had when the program started.
+
+        Args:
+            index: number of the optimizer in the session.
+            at: number of the inner optimizer within it; 0 for the optimizer itself.
+            saved: its part of the extras.
+            parameters: the parameters of the session, by name.
+
+        Raises:
+            LayoutMismatchError: the optimizer has no place for a value, or other kinds of
+                generators; or this rank lacks a parameter that a value names.
+        """
         one = self._within(index)[at]
         begun = self._begun.get((index, at), {})
         wanted = saved.get("attributes", {})
         places = {path: (holder, name) for path, holder, name in _places(one)}
         for path, (holder, name) in places.items():
-            before = begun.get(path)
-            if (
-                path not in wanted
-                and before is not None
-                and before != _encode(_plain(holder[name]))
-            ):
-                old = holder[name]
-                holder[name] = _fill(old, decode_extras(before), torch.device("cpu"), path)
+            before, old = begun.get(path), holder[name]
+            if path not in wanted and before is not None and before != _encode_here(one, old):
+                here = dict(_parameters(one))
+                filling = _Filling(path, torch.device("cpu"), here)
+                holder[name] = filling.fill(old, decode_extras(before))
         for path, item in wanted.items():
             holder, name = places[path] if path in places else _new_place(one, path)
-            device = _device_of(one, item["device"])
-            holder[name] = _fill(holder.get(name), item["value"], device, path)
+            filling = _Filling(path, _device_of(one, item["device"]), parameters)
+            holder[name] = filling.fill(holder.get(name), item["value"])
 
     @staticmethod
     def has_tensors(optimizer: Any) -> bool:
@@ -224,24 +247,46 @@ def _encode(plain: object) -> bytes | None:
         return None
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _encode_here(optimizer: Any, value: object) -> bytes | None:
+    """Encode a value to compare it within this program. Return None if a snapshot cannot carry
+    it."""
+    if next(_tensors(value), None) is None:
+        return _encode(_plain(value, {}))
+    own = {id(parameter): place for place, parameter in _parameters(optimizer)}
+    return _encode(_plain(value, own)) if _counts(optimizer, value) else None
+
+
+def _plain(value: Any, names: Mapping[int, Any], depth: int = 0) -> Any:
     """Return the form of a value in the extras. In it and its nested containers, the states of
-    generators replace the generators, and dictionaries replace `defaultdict`s."""
+    generators replace the generators, dictionaries replace `defaultdict`s, and names replace the
+    parameters whose `id` is in `names`."""
     generator = _generator(value)
     if generator is not None:
         state, _ = generator
         return (_GENERATOR, state())
     kind = type(value)
-    if depth < _DEPTH_MAX and kind in (dict, defaultdict):
-        return {key: _plain(item, depth + 1) for key, item in value.items()}
+    if id(value) in names:
+        return (_PARAMETER, names[id(value)])
+    if depth < _DEPTH_MAX and kind in (dict, defaultdict, OrderedDict, Counter):
+        made: type[dict[Any, Any]] = dict if kind is defaultdict else kind
+        return made(
+            {
+                _plain(key, names, _DEPTH_MAX): _plain(item, names, depth + 1)
+                for key, item in value.items()
+            }
+        )
     if depth < _DEPTH_MAX and kind in (list, tuple):
-        return kind(_plain(item, depth + 1) for item in value)
+        return kind(_plain(item, names, depth + 1) for item in value)
     return value
 
 
 def _is_state(plain: object) -> bool:
     """Whether a value of the extras is the state of a generator."""
-    return type(plain) is tuple and len(plain) == 2 and plain[0] == _GENERATOR
+    return _is_pair(plain, _GENERATOR)
+
+
+def _is_pair(plain: object, first: str) -> bool:
+    return type(plain) is tuple and len(plain) == 2 and type(plain[0]) is str and plain[0] == first
 
 
 def _has_state(plain: object) -> bool:
@@ -264,6 +309,17 @@ def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] 
         bits = value.bit_generator
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
     return None
+
+
+def _counts(optimizer: Any, value: object) -> bool:
+    """Whether a value contains numbers beside parameters, such as a counter under each parameter,
+    and no part of the optimizer's groups."""
+    groups = optimizer.param_groups
+    parts = {id(part) for group in groups for part in (group, group["params"])} | {id(groups)}
+    nested = list(_nested(value))
+    return not any(id(item) in parts for item in nested) and any(
+        isinstance(item, Number) for item in nested
+    )
 
 
 def _check_iterators(optimizer: str, path: str, nested: Iterable[object]) -> None:
@@ -311,42 +367,72 @@ def _check(
     raise InvalidJobError(f"{optimizer} keeps tensors in its attribute {path!r}, {why}: {_ADVICE}")
 
 
+def _parameters(optimizer: Any) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+    """Yield the number of each parameter's group, and its own within the group, with it."""
+    for i, group in enumerate(optimizer.param_groups):
+        yield from (((i, j), parameter) for j, parameter in enumerate(group["params"]))
+
+
 def _device_of(optimizer: Any, kind: str) -> torch.device:
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return next((p.device for p in parameters if p.device.type == kind), torch.device(kind))
+    devices = (p.device for _, p in _parameters(optimizer) if p.device.type == kind)
+    return next(devices, torch.device(kind))
 
 
-def _fill(old: Any, new: Any, device: torch.device, path: str) -> Any:
-    """Return `new`, with its tensors in the memory of the tensors of `old` that fit. A generator
-    stays the same object and gets its state.
+@dataclass(frozen=True)
+class _Filling:
+    """Puts what the extras hold into the attribute at `path`. New tensors are made on `device`;
+    `parameters` are those of this program, by what stands for them in the extras."""
 
-    Raises:
-        LayoutMismatchError: `new` is the state of another kind of generator, or only one of both is
-            that of a generator.
-    """
-    generator = _generator(old)
-    if generator is not None or _is_state(new):
-        try:
-            if generator is None or not _is_state(new):
-                raise TypeError
-            generator[1](new[1])
-        except (TypeError, ValueError, RuntimeError, KeyError) as error:
+    path: str
+    device: torch.device
+    parameters: Mapping[Any, torch.Tensor]
+
+    def fill(self, old: Any, new: Any) -> Any:
+        """Return `new`, with its tensors in the memory of the tensors of `old` that fit. A
+        generator stays the same object and gets its state.
+
+        Raises:
+            LayoutMismatchError: `new` is the state of another kind of generator, only one of both
+                is that of a generator, or a parameter is unknown.
+        """
+        if _is_pair(new, _PARAMETER):
+            return self._parameter(new[1])
+        generator = _generator(old)
+        if generator is not None or _is_state(new):
+            try:
+                if generator is None or not _is_state(new):
+                    raise TypeError
+                generator[1](new[1])
+            except (TypeError, ValueError, RuntimeError, KeyError) as error:
+                raise LayoutMismatchError(
+                    f"an optimizer's attribute {self.path!r} is a {type(old).__qualname__}, and "
+                    f"the snapshot has another kind of value for it: build the optimizer as before"
+                ) from error
+            return old
+        if isinstance(new, torch.Tensor):
+            fits = isinstance(old, torch.Tensor)
+            fits = fits and (old.shape, old.dtype) == (new.shape, new.dtype)
+            return old.copy_(new) if fits else new.to(self.device)
+        if isinstance(new, dict):
+            known = old if isinstance(old, dict) else {}
+            named = ((self._key(key), value) for key, value in new.items())
+            items = {key: self.fill(known.get(key), value) for key, value in named}
+            if type(old) is defaultdict:
+                return defaultdict(old.default_factory, items)
+            return type(new)(items)
+        if type(new) in (list, tuple):
+            fits = isinstance(old, list | tuple) and len(old) == len(new)
+            beside = old if fits else [None] * len(new)
+            return type(new)(self.fill(a, b) for a, b in zip(beside, new, strict=True))
+        return new
+
+    def _key(self, key: Any) -> Any:
+        return self._parameter(key[1]) if _is_pair(key, _PARAMETER) else key
+
+    def _parameter(self, name: Any) -> torch.Tensor:
+        if name not in self.parameters:
             raise LayoutMismatchError(
-                f"an optimizer's attribute {path!r} is a {type(old).__qualname__}, and the "
-                f"snapshot has another kind of value for it: build the optimizer as before"
-            ) from error
-        return old
-    if isinstance(new, torch.Tensor):
-        fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
-        return old.copy_(new) if fits else new.to(device)
-    if isinstance(new, dict):
-        known = old if isinstance(old, dict) else {}
-        items = {key: _fill(known.get(key), v, device, path) for key, v in new.items()}
-        if type(old) is defaultdict:
-            return defaultdict(old.default_factory, items)
-        return type(new)(items)
-    if type(new) in (list, tuple):
-        fits = isinstance(old, list | tuple) and len(old) == len(new)
-        beside = old if fits else [None] * len(new)
-        return type(new)(_fill(a, b, device, path) for a, b in zip(beside, new, strict=True))
-    return new
+                f"an optimizer's attribute {self.path!r} has a value under the parameter {name!r}, "
+                f"which this rank does not hold: restore with the parallelism of the snapshot"
+            )
+        return self.parameters[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ import holdfast
 from holdfast._capture.gradients import Gradients
 from holdfast._state.capture import LiveState
 from holdfast._state.nested import StepHooks, with_nested
+from holdfast._state.own_values import OwnValues
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 from holdfast_core.job.snapshots import Repeats, SparseWindows
@@ -263,6 +264,75 @@ def test_an_open_file_in_an_attribute_is_no_state(tmp_path: Path) -> None:
             return Training(model, Scheduled(model.parameters(), [log]))
 
         check_round_trip(build, tmp_path)
+
+
+class CountingEach(torch.optim.SGD):
+    """Counts the steps of each parameter, and lets the learning rate follow."""
+
+    def __init__(self, params: Any, counts: Callable[[list[Any]], Any]) -> None:
+        super().__init__(params, lr=0.1)
+        self.groups_too = self.param_groups
+        self.counts = counts(self.param_groups[0]["params"])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        steps = 0
+        for parameter in self.param_groups[0]["params"]:
+            if isinstance(self.counts, dict):
+                self.counts[parameter] += 1
+                steps += self.counts[parameter]
+            else:
+                pair = next(pair for pair in self.counts if pair[0] is parameter)
+                pair[1] += 1
+                steps += pair[1]
+        self.groups_too[0]["lr"] = 0.1 / steps
+        super().step()
+
+
+COUNTS: dict[str, Callable[[list[Any]], Any]] = {
+    "from the start": lambda parameters: dict.fromkeys(parameters, 0),
+    "later": lambda _: defaultdict(int),
+    "by a Counter": lambda _: Counter(),
+    "in an order": lambda parameters: OrderedDict.fromkeys(parameters, 0),
+    "in pairs": lambda parameters: [[one, 0] for one in reversed(parameters)],
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_numbers_beside_parameters_in_an_attribute_are_restored(kind: str, tmp_path: Path) -> None:
+    def build() -> Training:
+        model = mlp()
+        return Training(model, CountingEach(model.parameters(), COUNTS[kind]))
+
+    check_round_trip(build, tmp_path)
+    training = build()
+    session = session_of(training, FakeDaemon(tmp_path, epoch=3))
+    assert session.restore() == 7
+    session.close()
+    optimizer = training.optimizer
+    assert optimizer.groups_too is optimizer.param_groups
+    counts = {id(one): count for one, count in dict(optimizer.counts).items()}
+    assert counts == {id(one): 7 for one in training.model.parameters()}
+
+
+def test_numbers_beside_parameters_go_back_to_those_of_the_start() -> None:
+    """As before a second restore, of a snapshot that was saved before any step."""
+    model = mlp()
+    optimizer = CountingEach(model.parameters(), COUNTS["from the start"])
+    values = OwnValues([optimizer])
+    Training(model, optimizer).train(1)
+    assert {*optimizer.counts.values()} == {1}
+    values.put_back(0, 0, {}, {})
+    assert optimizer.counts == dict.fromkeys(model.parameters(), 0)
+
+
+def test_numbers_beside_a_parameter_that_is_missing_are_refused() -> None:
+    optimizer = CountingEach(mlp().parameters(), COUNTS["later"])
+    values = OwnValues([optimizer])
+    saved = {"attributes": {"counts": {"value": {("a parameter", "gone"): 3}, "device": "cpu"}}}
+    with pytest.raises(
+        LayoutMismatchError, match="'counts' has a value under the parameter 'gone'"
+    ):
+        values.put_back(0, 0, saved, {})
 
 
 def test_a_list_of_parameters_in_an_attribute_is_no_state(tmp_path: Path) -> None:
