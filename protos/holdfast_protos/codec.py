@@ -199,6 +199,7 @@ def membership_to_proto(value: Membership) -> values_pb2.Membership:
                 members=world.members,
                 groups=[values_pb2.ParityGroup(members=group) for group in world.groups],
                 order=world.order,
+                until=world.until,
             )
             for world in value.past
         ],
@@ -245,6 +246,7 @@ def _past_world(message: values_pb2.PastWorld, nproc_per_node: int) -> MemberWor
         nproc_per_node=nproc_per_node,
         groups=tuple(tuple(group.members) for group in message.groups),
         order=tuple(message.order),
+        until=message.until,
     )
 
 

@@ -104,8 +104,11 @@ class PastWorld(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
     since: _builtins.int
     """its first epoch"""
+    until: _builtins.int
+    """the first epoch that is not of it, if the world after it is not named; or 0"""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -121,10 +124,11 @@ class PastWorld(_message.Message):
         members: _abc.Iterable[_builtins.int] | None = ...,
         groups: _abc.Iterable[Global___ParityGroup] | None = ...,
         order: _abc.Iterable[_builtins.int] | None = ...,
+        until: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "members", b"members", "order", b"order", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "members", b"members", "order", b"order", "since", b"since", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

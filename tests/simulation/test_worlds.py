@@ -28,6 +28,13 @@ def test_every_world_goes_on_with_all_that_the_one_before_captured(
     assert counts["lost_at_line"] > 0
 
 
+def test_the_world_of_what_is_safe_is_known_however_often_members_leave_and_come() -> None:
+    """Most of these schedules know one or two past worlds only."""
+    counts = run_schedules(50_000, 30, steps=12, faults=30, worlds=True)
+    assert counts["worlds_behind_a_gap"] > 2
+    assert counts["restored_of_another_world"] > 5
+
+
 @pytest.mark.slow
 def test_worlds_change_under_redundancy_made_for_two_losses() -> None:
     counts = run_schedules(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from holdfast_core.errors import InvalidJobError
@@ -10,8 +11,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.worlds import MemberWorld
 
 PAST_WORLDS_MAX = 8
-"""Maximum number of past worlds that a membership names: as many changes in a row, without a
-generation being protected in between, leave a recovery line."""
+"""Maximum number of past worlds that a membership names."""
 
 
 class Redundancy(StrEnum):
@@ -114,7 +114,7 @@ class Membership:
     """See `MemberWorld.order`."""
     past: tuple[MemberWorld, ...] = ()
     """Worlds before the present one, oldest first: their generations can still be the recovery
-    line. At most `PAST_WORLDS_MAX`."""
+    line. At most `PAST_WORLDS_MAX`; see `known_worlds`."""
     world: MemberWorld = field(init=False, repr=False, compare=False)
     """The present world."""
 
@@ -149,6 +149,12 @@ class Membership:
                 f"worlds of {self.job} must follow each other up to epoch {self.epoch}; they begin "
                 f"in epochs {begun}"
             )
+        for past, after in zip(self.past, begun[1:], strict=True):
+            if past.until and not past.since < past.until <= after:
+                raise InvalidJobError(
+                    f"the world of {self.job} since epoch {past.since} cannot end in epoch "
+                    f"{past.until}, as the next one begins in epoch {after}"
+                )
         if len(self.past) > PAST_WORLDS_MAX:
             raise InvalidJobError(
                 f"{self.job} names {len(self.past)} past worlds; the most is {PAST_WORLDS_MAX}"
@@ -167,7 +173,10 @@ class Membership:
         """The world that captured `generation`; None when it is no longer known."""
         if self.is_present(generation):
             return self.world
-        return next((w for w in reversed(self.past) if w.since <= generation.epoch), None)
+        world = next((w for w in reversed(self.past) if w.since <= generation.epoch), None)
+        if world is not None and world.until and generation.epoch >= world.until:
+            return None
+        return world
 
     def is_present(self, generation: Generation) -> bool:
         """Whether the present world captured `generation`: each of its ranks has a snapshot of its
@@ -220,3 +229,25 @@ class Membership:
     def group_of(self, member: int) -> tuple[int, ...]:
         """The parity group of `member` in the present world."""
         return self.world.group_of(member)
+
+
+def known_worlds(
+    worlds: Sequence[MemberWorld], needed: MemberWorld | None, most: int = PAST_WORLDS_MAX
+) -> tuple[MemberWorld, ...]:
+    """Choose the worlds that a membership still names, at most `most`.
+
+    Args:
+        worlds: worlds that follow each other, oldest first.
+        needed: that of the newest generation that was safe. It is never forgotten.
+
+    Returns:
+        The newest ones, with `needed`. What the worlds captured that are forgotten behind it
+        belongs to no world any more: see `MemberWorld.until`.
+    """
+    kept = list(worlds)
+    while len(kept) > most:
+        is_needed = needed is not None and kept[0].since == needed.since
+        forgotten = kept.pop(1 if is_needed else 0)
+        if is_needed:
+            kept[0] = replace(kept[0], until=kept[0].until or forgotten.since)
+    return tuple(kept)

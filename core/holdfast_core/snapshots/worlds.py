@@ -34,6 +34,8 @@ class MemberWorld:
     order: tuple[int, ...] = ()
     """Members in the order in which torch counts them; empty where it is `members`. Only another
     controller, which numbers its pods, needs another one: a member stays where its memory is."""
+    until: int = 0
+    """First epoch of the world after it if that one is forgotten; 0: that of the next known one."""
 
     def __post_init__(self) -> None:
         if list(self.members) != sorted(set(self.members)) or not self.members:

@@ -18,10 +18,10 @@ from holdfast_core.node_failures import CLEAN
 from holdfast_core.protection.groups import form_groups
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import (
-    PAST_WORLDS_MAX,
     Member,
     Membership,
     Redundancy,
+    known_worlds,
 )
 from holdfast_core.snapshots.worlds import MemberWorld
 from holdfast_operator.reconciler.observe.text import listed
@@ -200,19 +200,13 @@ def following(
 
 
 def past_worlds(membership: Membership, saved: Generation | None) -> tuple[MemberWorld, ...]:
-    """Worlds whose generations may still be restored once the present one is over, oldest first;
-    the newest ones if they are too many. Memory keeps nothing older than what was `saved`; durable
-    storage does."""
-    worlds = (*membership.past, membership.world)[-PAST_WORLDS_MAX:]
-    oldest = None if saved is None or membership.tier else membership.world_of(saved)
-    return worlds if oldest is None else tuple(w for w in worlds if w.since >= oldest.since)
-
-
-def would_forget(membership: Membership, saved: Generation | None) -> bool:
-    """Whether another world would leave no room for the world that captured the generation
-    `saved`."""
-    world = None if saved is None else membership.world_of(saved)
-    return world is not None and world not in past_worlds(membership, saved)
+    """Worlds whose generations may still be restored once the present one is over, oldest first.
+    Memory keeps nothing older than what was `saved`; durable storage does."""
+    worlds = (*membership.past, membership.world)
+    needed = None if saved is None else membership.world_of(saved)
+    if needed is not None and membership.tier is None:
+        worlds = tuple(world for world in worlds if world.since >= needed.since)
+    return known_worlds(worlds, needed)
 
 
 def choose_joiners(membership: Membership, nodes: Iterable[NodeView], count: int) -> list[NodeView]:

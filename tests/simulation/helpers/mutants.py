@@ -401,6 +401,28 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="forget the world of what is safe when too many others follow",
+        test="operator_side/reconciler/test_shrinking.py",
+        edits=(
+            (
+                "core/holdfast_core/snapshots/membership.py",
+                "is_needed = needed is not None and kept[0].since == needed.since",
+                "is_needed = False",
+            ),
+        ),
+    ),
+    Mutant(
+        name="take a generation of a forgotten world for one of the world before",
+        test="core/snapshots/test_values.py",
+        edits=(
+            (
+                "core/holdfast_core/snapshots/membership.py",
+                "if world is not None and world.until and generation.epoch >= world.until:",
+                "if False:",
+            ),
+        ),
+    ),
+    Mutant(
         name="rebuild only the snapshots of ranks that live here",
         worlds=True,
         edits=(

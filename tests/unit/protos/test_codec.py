@@ -208,8 +208,9 @@ def memberships(draw: st.DrawFn) -> Membership:
                 nproc_per_node=nproc_per_node,
                 groups=groups,
                 order=draw(st.sampled_from([(), tuple(shuffled)])),
+                until=draw(st.sampled_from([0, after])),
             )
-            for begun in past
+            for begun, after in itertools.pairwise([*past, since])
         ),
         revision=draw(U64),
         members=tuple(

@@ -36,7 +36,7 @@ from holdfast_operator.reconciler.observe.views import (
     EventReason,
     NodeView,
 )
-from holdfast_operator.reconciler.placement import Moves, choose_joiners, would_forget
+from holdfast_operator.reconciler.placement import Moves, choose_joiners
 from holdfast_operator.reconciler.report.conditions import training_runs
 from holdfast_operator.reconciler.rules import Observation, RuleResult
 
@@ -176,8 +176,6 @@ def _is_time(
     """Whether the members that are ready should join now."""
     if not _trains(observation, state, membership):
         return False
-    if would_forget(membership, state.saved):
-        return False  # the world of what is saved would be forgotten
     due = _due(observation, state, joining, absent)
     if observation.now < due:
         return False

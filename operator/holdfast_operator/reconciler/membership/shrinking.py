@@ -32,7 +32,7 @@ from holdfast_operator.reconciler.membership.whole_copies import (
 from holdfast_operator.reconciler.observe.lookups import just_saved, node_of, suspension_of
 from holdfast_operator.reconciler.observe.protection import ParityGroups
 from holdfast_operator.reconciler.observe.views import AgentState, ControlState, NodeView
-from holdfast_operator.reconciler.placement import Moves, would_forget
+from holdfast_operator.reconciler.placement import Moves
 from holdfast_operator.reconciler.rules import Observation
 
 
@@ -121,9 +121,7 @@ def _joining(
 ) -> dict[int, NodeView]:
     """Missing members that join an epoch which begins anyway: the ready ones, and also those on
     their way if the job cannot continue without them, because it lacks `missing` members."""
-    if suspension_of(observation.job, observation.cluster) is not None or would_forget(
-        membership, state.saved
-    ):
+    if suspension_of(observation.job, observation.cluster) is not None:
         return {}
     ready = ready_members(observation, state, membership)
     return ready if missing <= len(ready) else arriving_members(observation, state, membership)

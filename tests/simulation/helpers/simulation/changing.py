@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from simulation.options import Options
 
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.membership import PAST_WORLDS_MAX, Membership
+from holdfast_core.snapshots.membership import Membership, known_worlds
 from holdfast_core.snapshots.worlds import MemberWorld
 
 
@@ -34,6 +34,7 @@ class WorldChanges:
         self._leave_rate = self.rng.choice((0.5, 0.8, 1.0))
         self._grow_rate = self.rng.choice((0.005, 0.02, 0.1))
         self._forget_rate = self.rng.choice((0.0, 0.5))
+        self._known_most = random.Random(f"{options.seed}, known worlds").choice((1, 2, 8))
 
     def members_at_first(self) -> int:
         """Number of members of the first world."""
@@ -43,7 +44,7 @@ class WorldChanges:
     def is_time_to_grow(self, membership: Membership) -> bool:
         """Whether an epoch begins only because there are nodes for missing members."""
         return (
-            self._may_change(membership)
+            self._enabled
             and len(membership.members) < self._members
             and self.rng.random() < self._grow_rate
         )
@@ -51,12 +52,12 @@ class WorldChanges:
     def leaves(self, membership: Membership, members: int) -> bool:
         """Whether a lost member leaves instead of moving to another node; `members` are there with
         it."""
-        enough = self._may_change(membership) and members > self._fewest
+        enough = self._enabled and members > self._fewest
         return enough and self.rng.random() < self._leave_rate
 
     def newcomers(self, membership: Membership, present: Collection[int]) -> Iterator[int]:
         """Missing members that come in an epoch that begins: the lowest first."""
-        if not self._may_change(membership):
+        if not self._enabled:
             return
         for index in range(self._members):
             if index not in present:
@@ -86,12 +87,10 @@ class WorldChanges:
         if before is None:
             return world, ()
         past = (*before.past, before.world)
-        forget = len(past) > PAST_WORLDS_MAX or self.rng.random() < self._forget_rate
-        needed = before.world_of(protected) if protected is not None and forget else None
-        return world, tuple(w for w in past if needed is None or w.since >= needed.since)
-
-    def _may_change(self, membership: Membership) -> bool:
-        return self._enabled and len(membership.past) < PAST_WORLDS_MAX
+        needed = before.world_of(protected) if protected is not None else None
+        if self.rng.random() < self._forget_rate and needed is not None:
+            past = tuple(w for w in past if w.since >= needed.since)
+        return world, known_worlds(past, needed, self._known_most)
 
     def _groups(self, members: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         size = min(self._group_size, len(members))

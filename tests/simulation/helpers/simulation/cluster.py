@@ -259,6 +259,7 @@ class Cluster(Faults):
             self.membership, epoch, tuple(sorted(places)), self.protected
         )
         self.counts["worlds"] += bool(self.membership) and world.since == epoch
+        self.counts["worlds_behind_a_gap"] += any(each.until for each in past)
         self.membership = Membership(
             job="job",
             epoch=epoch,

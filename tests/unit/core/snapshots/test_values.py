@@ -8,7 +8,7 @@ import pytest
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.manifests import Inventory
-from holdfast_core.snapshots.membership import Member, Membership
+from holdfast_core.snapshots.membership import PAST_WORLDS_MAX, Member, Membership, known_worlds
 from holdfast_core.snapshots.reports import MemberReport
 from holdfast_core.snapshots.worlds import MemberWorld
 
@@ -71,6 +71,28 @@ def test_a_generation_belongs_to_the_world_of_its_epoch() -> None:
     assert changed.is_present(Generation(8, 0))
     later = replace(changed, past=(replace(first, since=5),))
     assert later.world_of(Generation(4, 90)) is None
+
+
+def test_the_world_that_is_needed_stays_known_and_those_behind_it_are_forgotten() -> None:
+    worlds = [replace(MEMBERSHIP.world, since=since) for since in range(10, 20)]
+    assert [world.since for world in known_worlds(worlds, None)] == [*range(12, 20)]
+    assert known_worlds(worlds[:PAST_WORLDS_MAX], None) == tuple(worlds[:PAST_WORLDS_MAX])
+    assert known_worlds(worlds, worlds[-1])[0].until == 0
+    known = known_worlds(worlds, worlds[0])
+    assert [(world.since, world.until) for world in known] == [
+        (10, 11),
+        *((since, 0) for since in range(13, 20)),
+    ]
+    again = known_worlds([*known, replace(worlds[0], since=20)], worlds[0])
+    assert [world.since for world in again] == [10, *range(14, 21)] and again[0].until == 11
+    membership = replace(MEMBERSHIP, epoch=21, since=20, past=known)
+    assert membership.world_of(Generation(10, 90)) == known[0]
+    for epoch in (11, 12):
+        assert membership.world_of(Generation(epoch, 90)) is None
+    assert membership.world_of(Generation(13, 1)) == known[1]
+    for until in (10, 14):
+        with pytest.raises(InvalidJobError, match=f"since epoch 10 cannot end in epoch {until}"):
+            replace(membership, past=(replace(known[0], until=until), *known[1:]))
 
 
 @pytest.mark.parametrize(("since", "past"), [(10, ()), (8, (8,)), (8, (5, 4)), (9, (9, 3))])

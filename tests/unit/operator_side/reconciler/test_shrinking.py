@@ -8,6 +8,7 @@ import pytest
 from virtual_world import World, make_job, running
 
 from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.membership import PAST_WORLDS_MAX
 from holdfast_core.snapshots.worlds import MemberWorld
 from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_operator.reconciler.observe.evidence import PATIENCE_S, UNSCHEDULABLE_S
@@ -120,6 +121,29 @@ def test_worlds_older_than_what_is_protected_are_forgotten() -> None:
     world.kill_node("n0")
     world.settle(LOST_S)
     assert [past.members for past in world.membership.past] == [(0, 1, 3)]
+
+
+@pytest.mark.parametrize("suspends", [False, True])
+def test_what_is_protected_is_known_however_often_the_world_changes(suspends: bool) -> None:
+    """Nothing newer becomes protected: for example, the smaller worlds lack memory for it."""
+    world = elastic(18, nodes=36)
+    world.protects, safe, first = False, world.state.saved, world.membership.world
+    for group in first.groups:
+        world.kill_node(f"n{group[0]}")
+        world.settle(LOST_S)
+    if suspends:
+        world.revive_daemon("n0", new_memory=True)
+        running_job = world.job
+        world.job = make_job(36, spares=0, spec={"minNodes": 18}, suspend=True)
+        world.settle(5.0)
+        world.job = running_job
+        world.settle(5.0)
+    membership = world.membership
+    assert membership.epoch == len(first.groups) + 1 + suspends > PAST_WORLDS_MAX + 1
+    assert world.state.saved == safe is not None
+    known = membership.world_of(safe)
+    assert known is not None and known.members == first.members and known.groups == first.groups
+    assert membership.world_of(Generation(2, 99)) is None
 
 
 def test_all_members_of_a_parity_group_lost_leave_no_line() -> None:
