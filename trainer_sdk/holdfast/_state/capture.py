@@ -190,6 +190,13 @@ class LiveState:
     """Numbers of the optimizers whose states hold nothing but plain tensors, as of the last
     `discover`, and as long as nothing has moved since."""
 
+    shared: dict[int, list[tuple[str, str, str, str]]]
+    """Number of an optimizer → states that are the same tensor as another one, as of the last
+    `discover`: the name of the parameter and the key, and those of the other one."""
+
+    _parted = False
+    """Whether a parameter consists of several tensors."""
+
     _tree: _Tree | None = None
     """The modules as of the last `discover`."""
 
@@ -246,8 +253,7 @@ class LiveState:
         self.forms: dict[int, dict[torch.Tensor, dict[Any, Form]]] = {}
         """Number of an optimizer → parameter → key → form of each state that a new program could
         not make from its dtype and shape, except containers, whose forms may change."""
-        self._parted = False
-        """Whether a parameter consists of several tensors."""
+        self.shared = {}
         self.begun = begun or ProgramStart(model, self.optimizers, gathered_shapes(flat))
         self.unrestorable = ""
         """Why this program could not restore the present state of the model; empty if it could."""
@@ -406,6 +412,7 @@ class LiveState:
         self._buffer_paths.clear()
         self.devices = {index: {} for index in range(len(self.optimizers))}
         self.forms = {index: {} for index in range(len(self.optimizers))}
+        self.shared = {}
         self._parted = False
         self.holders = self._holders()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -682,6 +689,7 @@ class LiveState:
     def _states(self) -> Iterator[TensorSource]:
         for index, holders in enumerate(self.holders):
             states = chain.from_iterable(state.items() for state in holders.states())
+            same: dict[int, list[tuple[str, str]]] = {}
             for parameter, state in states:
                 name = self.names.get(id(parameter))
                 if name is None and isinstance(parameter, str):
@@ -696,6 +704,9 @@ class LiveState:
                         "an optimizer holds state for a tensor that is neither in the model nor in "
                         "its parameter groups; restore the groups or clear that state"
                     )
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and isinstance(key, str):
+                        same.setdefault(id(value), []).append((name, key))
                 if id(parameter) in self._ranges:
                     for key, value in state.items():
                         yield from self._flat_value(index, parameter, key, value)
@@ -704,6 +715,15 @@ class LiveState:
                 for key, value in state.items():
                     for source in self._value(index, parameter, place, key, value):
                         yield replace(source, private=True) if holders.parted else source
+            if shared := [pair for group in same.values() for pair in self._shared(group)]:
+                self.shared[index] = shared
+
+    def _shared(self, group: list[tuple[str, str]]) -> Iterator[tuple[str, str, str, str]]:
+        """Yield the states that are to become another one again, which is no expert's if possible:
+        snapshots may leave experts out."""
+        if len(group) > 1:
+            first = min(group, key=lambda one: self._unit_of(one[0]).kind is UnitKind.EXPERT)
+            yield from ((*one, *first) for one in group if one != first)
 
     def _flat_value(
         self, index: int, flat: torch.Tensor, key: Any, value: Any

@@ -234,6 +234,8 @@ def _optimizer_state(live: LiveState, index: int, *, of_tensors: bool) -> dict[s
     state |= {"devices": live.devices[index], **values.changed_values(index, 0, live.names)}
     if index in live.changed_groups:
         state["members"] = live.changed_groups[index]
+    if index in live.shared:
+        state["shared"] = live.shared[index]
     if len(holders.optimizers) > 1:
         state["keys"], *keys = holders.tensor_keys()
         state["within"] = [
@@ -336,7 +338,28 @@ def _load_optimizer(live: LiveState, index: int, saved: Mapping[str, Any]) -> No
     parameters = {name: anchor.parameter for name, anchor in live.anchors.items()}
     for at, one in enumerate(_each(saved)):
         _load_values(live, index, at, one)
+    _share(live, saved.get("shared", ()))
+    for at, one in enumerate(_each(saved)):
         live.begun.values.put_back(index, at, one, parameters)
+
+
+def _share(live: LiveState, shared: Sequence[tuple[str, str, str, str]]) -> None:
+    """Let states be one tensor again that were one in the snapshot; see `LiveState.shared`."""
+    for name, key, other, other_key in shared:
+        state, first = _state_with(live, name, key), _state_with(live, other, other_key)
+        if state and first and state[key].shape == first[other_key].shape:
+            state[key] = first[other_key]
+
+
+def _state_with(live: LiveState, name: str, key: str) -> dict[Any, Any]:
+    """The state of a parameter that has `key`; empty if this rank has none."""
+    anchor = live.anchors.get(name)
+    if anchor is not None and anchor.optimizer >= 0:
+        for one in live.holders[anchor.optimizer].optimizers:
+            state: dict[Any, Any] = one.state.get(anchor.parameter, {})
+            if key in state:
+                return state
+    return {}
 
 
 def _load_values(live: LiveState, index: int, at: int, saved: Mapping[str, Any]) -> None:
@@ -350,7 +373,7 @@ def _load_values(live: LiveState, index: int, at: int, saved: Mapping[str, Any])
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in values.items():
             if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
-                group[key].copy_(value)
+                group[key].detach().copy_(value)  # it may be learned
             else:
                 group[key] = value
     for parameter, state in optimizer.state.items():

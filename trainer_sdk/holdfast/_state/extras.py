@@ -210,6 +210,11 @@ def _pack_tensor(value: torch.Tensor, path: str) -> object:
 
 
 def _pack_array(value: np.ndarray[Any, Any] | np.generic, path: str) -> object:
+    if type(value) is not np.ndarray and not isinstance(value, np.generic | np.memmap):
+        raise UnsupportedValueError(
+            f"{path} is a {type(value).__qualname__}, of which a snapshot would carry the elements "
+            f"only; return plain arrays, such as .data and .mask of a masked one"
+        )
     array = np.asarray(value)
     if array.dtype.kind not in "biufcSUmM":
         raise UnsupportedValueError(

@@ -5,68 +5,81 @@ optimizers also count steps in an attribute or under a text in `state`, or hold 
 Snapshots capture numbers and texts that have changed since the program started, and all tensors
 that are neither parameters nor states. They are part of the extras, so tensors must be small. If a
 snapshot cannot carry an object, such as an averager that counts its steps, the attributes of the
-object are captured. Random generators are captured by their state, whether it has changed or not: a
-generator without a seed has another state in each program. Iterators are refused, because their
-positions cannot be read. Where numbers are beside parameters, such as a counter under each one,
-snapshots name the parameters.
+object are captured. In objects that lie deeper, in a list of averagers for example, what a snapshot
+can carry is captured, and nothing is refused: an optimizer may know its whole trainer.
+
+Random generators are captured by their state, whether it has changed or not: a generator without a
+seed has another state in each program. Iterators are refused, because their positions cannot be
+read. Where numbers are beside parameters, such as a counter under each one, snapshots name the
+parameters. An attribute that is a state as well becomes that state again.
 """
 
 from __future__ import annotations
 
 import io
-import random
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
-import numpy as np
 import torch
 
+from holdfast._state.attributes import (
+    DEPTH_MAX,
+    Place,
+    generator_of,
+    nested_values,
+    new_place,
+    places,
+)
 from holdfast._state.dtensors import raw
 from holdfast._state.extras import UnsupportedValueError, decode_extras, encode_extras
-from holdfast._state.nested import is_optimizer, with_nested
+from holdfast._state.nested import with_nested
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 
 BYTES_MAX = 8 * 2**20
 """Most bytes of tensors in an attribute. They are copied within `save`, while training waits."""
 
-_OF_TORCH = ("_optimizer_", "_zero_grad", "_warned", "_patched")
-_LEFT_OUT = frozenset(
-    {"state", "param_groups", "defaults", "step", "_opt_called", "_step_count"}
-    | {"grad_scale", "found_inf"}  # of one step
-)
-_STATE = "state:"
-"""Beginning of the path of a value in `state` that belongs to no parameter."""
 _GENERATOR = "state of a random generator"
 """First item of the pair that the extras hold for a generator; the second one is its state."""
 _PARAMETER = "a parameter"
 """First item of the pair that the extras hold for a parameter; the second one is its name."""
-_KEEP_NOTHING = ("torch.optim.", "torch.distributed.optim.zero_redundancy_optimizer")
-"""Modules whose optimizers keep no state in attributes."""
-_DEPTH_MAX = 4
+_SHARED = "a state"
+"""First item of what the extras hold for a tensor that is a state as well: the name of its
+parameter and the key follow."""
 _BESIDE = "together with parameters or states"
 _ADVICE = "keep them in its state, under the parameter that they belong to"
 
 
 class OwnValues:
     """The attributes of `optimizers` and their inner optimizers, and the values in their `state`
-    that belong to no parameter, compared with their values when the program started."""
+    that belong to no parameter, compared with their values when the program started.
 
-    def __init__(self, optimizers: Sequence[Any]) -> None:
-        self._optimizers = optimizers
+    Args:
+        model: modules that are not part of it are not captured.
+    """
+
+    def __init__(self, optimizers: Sequence[Any], model: torch.nn.Module | None = None) -> None:
+        self._optimizers, self._model = optimizers, model
         self.begin()
 
     def begin(self) -> None:
         """Take the present values as those of the program's start."""
-        self._begun = {
-            (index, at): {
-                path: _encode_here(one, holder[name]) for path, holder, name in _places(one)
-            }
-            for index in range(len(self._optimizers))
-            for at, one in enumerate(self._within(index))
-        }
+        self._begun: dict[tuple[int, int], dict[str, bytes | None]] = {}
+        self._objects: dict[tuple[int, int], frozenset[str]] = {}
+        self._versions: set[tuple[int, int]] = set()
+        for index in range(len(self._optimizers)):
+            for at, one in enumerate(self._within(index)):
+                found = list(places(one))
+                self._begun[index, at] = {
+                    place.path: _encode_here(one, place.value) for place in found
+                }
+                self._objects[index, at] = frozenset(place.of for place in found)
+                for place in found:
+                    self._versions.update(
+                        map(_version, _module_tensors(nested_values(place.value)))
+                    )
 
     def _within(self, index: int) -> tuple[Any, ...]:
         return with_nested(self._optimizers[index], self._optimizers)
@@ -80,46 +93,43 @@ class OwnValues:
             known: `id` of each parameter → its name.
 
         Raises:
-            InvalidJobError: an attribute holds an iterator, or tensors or a generator that a
-                snapshot cannot carry.
+            InvalidJobError: an attribute holds an iterator, or tensors, a module or a generator
+                that a snapshot cannot carry.
         """
         one = self._within(index)[at]
-        begun = self._begun.get((index, at), {})
-        recognises: _Captured | None = None
+        begun, objects = self._begun.get((index, at), {}), self._objects.get((index, at), ())
+        captured = _Captured(one, known)
         values: dict[str, Any] = {}
-        for path, holder, name in _places(one):
-            value = holder[name]
-            nested = list(_nested(value))
-            _check_iterators(type(one).__qualname__, path, nested)
-            tensors = [item for item in nested if isinstance(item, torch.Tensor)]
-            if not tensors:
-                plain = _plain(value, {})
-                encoded = _encode(plain)
-                if encoded is not None and (_has_state(plain) or encoded != begun.get(path)):
-                    _check_keys(type(one).__qualname__, path, value, known)
-                    values[path] = {"value": plain, "device": "cpu"}
-                continue
-            recognises = recognises or _Captured(one, known)
-            own = [tensor for tensor in tensors if not recognises.has(tensor)]
-            if own:
-                plain = _plain(value, {})
-                _check_keys(type(one).__qualname__, path, value, known)
-                _check(type(one).__qualname__, path, plain, own, tensors)
-                values[path] = {"value": plain, "device": own[0].device.type}
-            elif any(_generator(item) is not None for item in nested):
-                raise InvalidJobError(
-                    f"{type(one).__qualname__} keeps a random generator in its attribute "
-                    f"{path!r}, {_BESIDE}: keep it in an attribute of its own"
-                )
-            elif _encode_here(one, value) not in (None, begun.get(path)):
-                plain = _plain(value, known)
-                if next(_tensors(plain), None) is not None:
-                    raise InvalidJobError(
-                        f"{type(one).__qualname__} keeps numbers in its attribute {path!r}, "
-                        f"{_BESIDE} that are parts of several parameters: {_ADVICE}"
-                    )
-                values[path] = {"value": plain, "device": "cpu"}
+        for place in places(one):
+            if place.near:
+                self._check_modules(one, place, captured)
+                found = _changed(one, place, begun.get(place.path), captured)
+            elif place.of not in objects:
+                continue  # A new program might not have this object when it restores.
+            else:
+                try:
+                    found = _changed(one, place, begun.get(place.path), captured)
+                except InvalidJobError:
+                    continue
+            if found is not None:
+                values[place.path] = found
         return {"attributes": values} if values else {}
+
+    def _check_modules(self, optimizer: Any, place: Place, captured: _Captured) -> None:
+        """Raise InvalidJobError if an attribute has modules with tensors that have changed and that
+        nothing captures."""
+        held = list(_module_tensors(nested_values(place.value)))
+        if not held or self._model is None:
+            return
+        of_model = {id(tensor) for tensor in _module_tensors([self._model])}
+        loose = [t for t in held if id(t) not in of_model and not captured.has(t)]
+        changed = sum(_version(tensor) not in self._versions for tensor in loose)
+        if changed:
+            raise InvalidJobError(
+                f"{type(optimizer).__qualname__} keeps a module in its attribute {place.path!r}, "
+                f"of which {changed} tensors change and are not captured: make it a part of the "
+                f"module that holdfast.init gets as model="
+            )
 
     @torch.no_grad()
     def put_back(
@@ -141,23 +151,23 @@ class OwnValues:
         one = self._within(index)[at]
         begun = self._begun.get((index, at), {})
         wanted = saved.get("attributes", {})
-        places = {path: (holder, name) for path, holder, name in _places(one)}
-        for path, (holder, name) in places.items():
-            before, old = begun.get(path), holder[name]
+        present = {place.path: place for place in places(one)}
+        for path, place in present.items():
+            before, old = begun.get(path), place.value
             if path not in wanted and before is not None and before != _encode_here(one, old):
-                here = dict(_parameters(one))
-                filling = _Filling(path, torch.device("cpu"), here)
-                holder[name] = filling.fill(old, decode_extras(before))
+                filling = _Filling(path, torch.device("cpu"), dict(_parameters(one)), ())
+                place.holder[place.name] = filling.fill(old, decode_extras(before))
+        states = [held.state for held in with_nested(one, self._optimizers)]
         for path, item in wanted.items():
-            holder, name = places[path] if path in places else _new_place(one, path)
-            filling = _Filling(path, _device_of(one, item["device"]), parameters)
-            holder[name] = filling.fill(holder.get(name), item["value"])
+            place = present.get(path) or new_place(one, path)
+            filling = _Filling(path, _device_of(one, item["device"]), parameters, states)
+            place.holder[place.name] = filling.fill(place.holder.get(place.name), item["value"])
 
     @staticmethod
     def has_tensors(optimizer: Any) -> bool:
         """Whether an optimizer keeps tensors in attributes that snapshots capture."""
-        captured = _Captured(optimizer, ())
-        values = [holder[name] for _, holder, name in _places(optimizer)]
+        captured = _Captured(optimizer, {})
+        values = [place.value for place in places(optimizer)]
         return any(not captured.has(one) for value in values for one in _tensors(value))
 
 
@@ -165,68 +175,92 @@ class _Captured:
     """The tensors that snapshots capture as parameters or states of an optimizer, including tensors
     that share their memory."""
 
-    def __init__(self, optimizer: Any, known: Collection[int]) -> None:
-        self._known, held = known, with_nested(optimizer)
-        groups = [group for one in held for group in one.param_groups]
-        states = [
-            state for one in held for of, state in one.state.items() if not isinstance(of, str)
-        ]
-        tensors = [p for group in groups for p in group["params"]]
-        tensors += [value for state in states for value in _tensors(state)]
-        self._memory = {_memory(tensor) for tensor in tensors}
+    def __init__(self, optimizer: Any, known: Mapping[int, str]) -> None:
+        self.names, self._optimizer = known, optimizer
+        self._memory: set[int] | None = None
 
     def has(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._known or _memory(tensor) in self._memory
+        return id(tensor) in self.names or _memory(tensor) in self._held()
+
+    def _held(self) -> set[int]:
+        if self._memory is None:
+            held = with_nested(self._optimizer)
+            tensors = [p for one in held for group in one.param_groups for p in group["params"]]
+            tensors += [value for _, _, state in _states(held) for value in _tensors(state)]
+            self._memory = {_memory(tensor) for tensor in tensors}
+        return self._memory
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[str, Any] | None:
+        """Name of the parameter and key under which an optimizer has exactly this tensor as a
+        state."""
+        for parameter, key, value in _states(with_nested(self._optimizer)):
+            if value is tensor and id(parameter) in self.names:
+                return self.names[id(parameter)], key
+        return None
 
 
-def _places(optimizer: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the path, the dictionary and the key of each attribute that may hold state."""
-    state = optimizer.state
-    if any(issubclass(kind, str) for kind in set(map(type, state))):  # hardly ever
-        yield from ((f"{_STATE}{key}", state, key) for key in state if isinstance(key, str))
-    if type(optimizer).__module__.startswith(_KEEP_NOTHING):
-        return
-    own = getattr(optimizer, "__dict__", {})
-    for name, value in own.items():
-        if name in _LEFT_OUT or name.startswith(_OF_TORCH) or is_optimizer(value):
-            continue
-        yield name, own, name
-        if not (callable(value) or isinstance(value, torch.nn.Module | torch.Tensor)):
-            inner = getattr(value, "__dict__", {})
-            yield from ((f"{name}.{key}", inner, key) for key in inner)
+def _states(optimizers: Iterable[Any]) -> Iterator[tuple[torch.Tensor, Any, Any]]:
+    """Yield parameter, key and value of each state."""
+    for one in optimizers:
+        for parameter, state in one.state.items():
+            if not isinstance(parameter, str):
+                yield from ((parameter, key, value) for key, value in state.items())
 
 
-def _new_place(optimizer: Any, path: str) -> tuple[dict[str, Any], str]:
-    """Return the dictionary and the key of an attribute that does not exist yet."""
-    if path.startswith(_STATE):
-        return optimizer.state, path.removeprefix(_STATE)
-    name, dot, key = path.partition(".")
-    if not dot:
-        return vars(optimizer), name
-    inner = getattr(vars(optimizer).get(name), "__dict__", None)
-    if inner is None:
-        raise LayoutMismatchError(
-            f"in the snapshot {type(optimizer).__qualname__} has the attribute {path!r}, but the "
-            f"optimizer of this session has no {name!r} that could hold it: build it as before"
+def _changed(
+    optimizer: Any, place: Place, before: bytes | None, captured: _Captured
+) -> dict[str, Any] | None:
+    """What the extras hold for an attribute; None if it is no state, or as `before`.
+
+    Raises:
+        InvalidJobError: it holds what a snapshot cannot carry.
+    """
+    called, path, value = type(optimizer).__qualname__, place.path, place.value
+    nested = list(nested_values(value))
+    _check_iterators(called, path, nested)
+    tensors = [item for item in nested if isinstance(item, torch.Tensor)]
+    if not tensors:
+        plain = _plain(value, {})
+        encoded = _encode(plain)
+        if encoded is None or not (_has_state(plain) or encoded != before):
+            return None
+        _check_keys(called, path, value, captured.names)
+        return {"value": plain, "device": "cpu"}
+    own = [tensor for tensor in tensors if not captured.has(tensor)]
+    if own:
+        plain = _plain(value, {})
+        _check_keys(called, path, value, captured.names)
+        _check(called, path, plain, own, tensors)
+        return {"value": plain, "device": own[0].device.type}
+    if any(generator_of(item) is not None for item in nested):
+        raise InvalidJobError(
+            f"{called} keeps a random generator in its attribute {path!r}, {_BESIDE}: keep it in "
+            f"an attribute of its own"
         )
-    return inner, key
-
-
-def _nested(value: object, depth: int = 0) -> Iterator[object]:
-    """Yield a value and what its nested containers hold."""
-    yield value
-    if depth < _DEPTH_MAX and isinstance(value, Mapping):
-        for pair in value.items():
-            for item in pair:
-                yield from _nested(item, depth + 1)
-    elif depth < _DEPTH_MAX and isinstance(value, list | tuple | set | deque):
-        for item in value:
-            yield from _nested(item, depth + 1)
+    if isinstance(value, torch.Tensor):
+        state = captured.place_of(value)
+        return None if state is None else {"value": (_SHARED, *state), "device": "cpu"}
+    if _encode_here(optimizer, value) in (None, before):
+        return None
+    return {"value": _plain(value, captured.names), "device": "cpu"}
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in a value and in its nested containers."""
-    return (item for item in _nested(value) if isinstance(item, torch.Tensor))
+    return (item for item in nested_values(value) if isinstance(item, torch.Tensor))
+
+
+def _module_tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers of those of `values` that are modules."""
+    for value in values:
+        if isinstance(value, torch.nn.Module):
+            yield from value.parameters()
+            yield from value.buffers()
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """What differs after a change in place, or in another tensor."""
+    return id(tensor), 0 if tensor.is_inference() else tensor._version
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -260,22 +294,22 @@ def _plain(value: Any, names: Mapping[int, Any], depth: int = 0) -> Any:
     """Return the form of a value in the extras. In it and its nested containers, the states of
     generators replace the generators, dictionaries replace `defaultdict`s, and names replace the
     parameters whose `id` is in `names`."""
-    generator = _generator(value)
+    generator = generator_of(value)
     if generator is not None:
         state, _ = generator
         return (_GENERATOR, state())
     kind = type(value)
     if id(value) in names:
         return (_PARAMETER, names[id(value)])
-    if depth < _DEPTH_MAX and kind in (dict, defaultdict, OrderedDict, Counter):
+    if depth < DEPTH_MAX and kind in (dict, defaultdict, OrderedDict, Counter):
         made: type[dict[Any, Any]] = dict if kind is defaultdict else kind
         return made(
             {
-                _plain(key, names, _DEPTH_MAX): _plain(item, names, depth + 1)
+                _plain(key, names, DEPTH_MAX): _plain(item, names, depth + 1)
                 for key, item in value.items()
             }
         )
-    if depth < _DEPTH_MAX and kind in (list, tuple):
+    if depth < DEPTH_MAX and kind in (list, tuple):
         return kind(_plain(item, names, depth + 1) for item in value)
     return value
 
@@ -291,24 +325,7 @@ def _is_pair(plain: object, first: str) -> bool:
 
 def _has_state(plain: object) -> bool:
     """Whether a value of the extras is the state of a generator or contains one."""
-    return any(_is_state(item) for item in _nested(plain))
-
-
-def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-    """Return what reads and what writes the state of a random generator; None for anything else."""
-    if isinstance(value, torch.Generator):
-        return (
-            lambda: value.get_state().numpy().tobytes(),
-            lambda state: value.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
-        )
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return value.getstate, value.setstate
-    if isinstance(value, np.random.RandomState):
-        return lambda: value.get_state(legacy=False), value.set_state
-    if isinstance(value, np.random.Generator):
-        bits = value.bit_generator
-        return lambda: bits.state, lambda state: setattr(bits, "state", state)
-    return None
+    return any(_is_state(item) for item in nested_values(plain))
 
 
 def _counts(optimizer: Any, value: object) -> bool:
@@ -316,7 +333,7 @@ def _counts(optimizer: Any, value: object) -> bool:
     and no part of the optimizer's groups."""
     groups = optimizer.param_groups
     parts = {id(part) for group in groups for part in (group, group["params"])} | {id(groups)}
-    nested = list(_nested(value))
+    nested = list(nested_values(value))
     return not any(id(item) in parts for item in nested) and any(
         isinstance(item, Number) for item in nested
     )
@@ -386,6 +403,8 @@ class _Filling:
     path: str
     device: torch.device
     parameters: Mapping[Any, torch.Tensor]
+    states: Sequence[Mapping[Any, Any]]
+    """Those of the optimizer and its inner ones, which are loaded already."""
 
     def fill(self, old: Any, new: Any) -> Any:
         """Return `new`, with its tensors in the memory of the tensors of `old` that fit. A
@@ -397,7 +416,9 @@ class _Filling:
         """
         if _is_pair(new, _PARAMETER):
             return self._parameter(new[1])
-        generator = _generator(old)
+        if type(new) is tuple and len(new) == 3 and new[0] == _SHARED:
+            return self._state(*new[1:])
+        generator = generator_of(old)
         if generator is not None or _is_state(new):
             try:
                 if generator is None or not _is_state(new):
@@ -436,3 +457,13 @@ class _Filling:
                 f"which this rank does not hold: restore with the parallelism of the snapshot"
             )
         return self.parameters[name]
+
+    def _state(self, name: Any, key: Any) -> Any:
+        parameter = self._parameter(name)
+        for state in self.states:
+            if key in state.get(parameter, {}):
+                return state[parameter][key]
+        raise LayoutMismatchError(
+            f"an optimizer's attribute {self.path!r} is the state {key!r} of {name!r}, which this "
+            f"rank does not hold: restore with the parallelism of the snapshot"
+        )

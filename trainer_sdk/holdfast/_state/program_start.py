@@ -47,7 +47,7 @@ class ProgramStart:
     ) -> None:
         self._model, self._gathered = model, gathered
         self.groups = ParamGroups(optimizers)
-        self.values = OwnValues(optimizers)
+        self.values = OwnValues(optimizers, model)
         """Values that optimizers keep in attributes of their own."""
         self.forms = BufferForms(model)
         """Forms of buffers."""
