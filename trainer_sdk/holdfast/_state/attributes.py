@@ -128,16 +128,21 @@ def new_place(optimizer: Any, path: str) -> Place:
     )
 
 
-def nested_values(value: object, depth: int = 0) -> Iterator[object]:
-    """Yield a value and what its nested containers hold."""
-    yield value
-    if depth < DEPTH_MAX and isinstance(value, Mapping):
-        for pair in value.items():
-            for item in pair:
-                yield from nested_values(item, depth + 1)
-    elif depth < DEPTH_MAX and isinstance(value, list | tuple | set | deque):
-        for item in value:
-            yield from nested_values(item, depth + 1)
+def nested_values(value: object) -> list[Any]:
+    """Return a value and what its nested containers hold, the outer ones first."""
+    found, layer = [value], [value]
+    for _ in range(DEPTH_MAX):
+        layer, outer = [], layer
+        for one in outer:
+            if isinstance(one, _ATOMS):
+                continue
+            if isinstance(one, Mapping):
+                layer += one.keys()
+                layer += one.values()
+            elif isinstance(one, list | tuple | set | deque):
+                layer += one
+        found += layer
+    return found
 
 
 def generator_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:

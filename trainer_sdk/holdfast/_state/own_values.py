@@ -20,9 +20,9 @@ import io
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast._state.attributes import (
@@ -48,6 +48,7 @@ _PARAMETER = "a parameter"
 _SHARED = "a state"
 """First item of what the extras hold for a tensor that is a state as well: the name of its
 parameter and the key follow."""
+_NUMBERS = (int, float, complex, np.number)
 _BESIDE = "together with parameters or states"
 _ADVICE = "keep them in its state, under the parameter that they belong to"
 
@@ -101,24 +102,26 @@ class OwnValues:
         captured = _Captured(one, known)
         values: dict[str, Any] = {}
         for place in places(one):
-            if place.near:
-                self._check_modules(one, place, captured)
-                found = _changed(one, place, begun.get(place.path), captured)
-            elif place.of not in objects:
+            if not place.near and place.of not in objects:
                 continue  # A new program might not have this object when it restores.
-            else:
-                try:
-                    found = _changed(one, place, begun.get(place.path), captured)
-                except InvalidJobError:
-                    continue
+            nested = nested_values(place.value)
+            try:
+                self._check_modules(one, place, nested, captured)
+                found = _changed(one, place, nested, begun.get(place.path), captured)
+            except InvalidJobError:
+                if place.near:
+                    raise
+                continue
             if found is not None:
                 values[place.path] = found
         return {"attributes": values} if values else {}
 
-    def _check_modules(self, optimizer: Any, place: Place, captured: _Captured) -> None:
+    def _check_modules(
+        self, optimizer: Any, place: Place, nested: Sequence[object], captured: _Captured
+    ) -> None:
         """Raise InvalidJobError if an attribute has modules with tensors that have changed and that
         nothing captures."""
-        held = list(_module_tensors(nested_values(place.value)))
+        held = list(_module_tensors(nested))
         if not held or self._model is None:
             return
         of_model = {id(tensor) for tensor in _module_tensors([self._model])}
@@ -208,17 +211,22 @@ def _states(optimizers: Iterable[Any]) -> Iterator[tuple[torch.Tensor, Any, Any]
 
 
 def _changed(
-    optimizer: Any, place: Place, before: bytes | None, captured: _Captured
+    optimizer: Any,
+    place: Place,
+    nested: Sequence[object],
+    before: bytes | None,
+    captured: _Captured,
 ) -> dict[str, Any] | None:
-    """What the extras hold for an attribute; None if it is no state, or as `before`.
+    """What the extras hold for an attribute with these `nested` values; None if it is no state, or
+    as `before`.
 
     Raises:
         InvalidJobError: it holds what a snapshot cannot carry.
     """
     called, path, value = type(optimizer).__qualname__, place.path, place.value
-    nested = list(nested_values(value))
-    _check_iterators(called, path, nested)
     tensors = [item for item in nested if isinstance(item, torch.Tensor)]
+    others = [item for item in nested if not isinstance(item, torch.Tensor)]
+    _check_iterators(called, path, others)
     if not tensors:
         plain = _plain(value, {})
         encoded = _encode(plain)
@@ -232,7 +240,7 @@ def _changed(
         _check_keys(called, path, value, captured.names)
         _check(called, path, plain, own, tensors)
         return {"value": plain, "device": own[0].device.type}
-    if any(generator_of(item) is not None for item in nested):
+    if any(generator_of(item) is not None for item in others):
         raise InvalidJobError(
             f"{called} keeps a random generator in its attribute {path!r}, {_BESIDE}: keep it in "
             f"an attribute of its own"
@@ -240,7 +248,7 @@ def _changed(
     if isinstance(value, torch.Tensor):
         state = captured.place_of(value)
         return None if state is None else {"value": (_SHARED, *state), "device": "cpu"}
-    if _encode_here(optimizer, value) in (None, before):
+    if not _has_numbers(others) or _encode_here(optimizer, value) in (None, before):
         return None
     return {"value": _plain(value, captured.names), "device": "cpu"}
 
@@ -331,12 +339,16 @@ def _has_state(plain: object) -> bool:
 def _counts(optimizer: Any, value: object) -> bool:
     """Whether a value contains numbers beside parameters, such as a counter under each parameter,
     and no part of the optimizer's groups."""
+    nested = nested_values(value)
+    if not _has_numbers(nested):
+        return False
     groups = optimizer.param_groups
     parts = {id(part) for group in groups for part in (group, group["params"])} | {id(groups)}
-    nested = list(nested_values(value))
-    return not any(id(item) in parts for item in nested) and any(
-        isinstance(item, Number) for item in nested
-    )
+    return parts.isdisjoint(map(id, nested))
+
+
+def _has_numbers(values: Iterable[object]) -> bool:
+    return any(isinstance(value, _NUMBERS) for value in values)
 
 
 def _check_iterators(optimizer: str, path: str, nested: Iterable[object]) -> None:
