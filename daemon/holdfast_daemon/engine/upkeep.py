@@ -12,6 +12,7 @@ from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.protection import recovery
 from holdfast_core.protection.budget import SLOTS_AUTO, parity_block_bytes
 from holdfast_core.protection.codes import BlockId, code_of
+from holdfast_core.protection.recovery import Holdings
 from holdfast_core.snapshots.generations import Generation
 from holdfast_daemon.engine import loading
 from holdfast_daemon.engine.effects import (
@@ -101,9 +102,10 @@ def release(memory: JobMemory, epoch: Epoch) -> None:
             or _is_spare(memory, epoch, slot)
         ):
             free_slot(memory, arena, slot)
+    holdings = memory.holdings(membership)
     for parity in memory.parities.values():
         ready = parity.state is ParityState.READY and parity.generation is not None
-        if ready and not _is_kept(epoch, parity.generation):
+        if ready and (not _is_kept(epoch, parity.generation) or _is_outdated(parity, holdings)):
             free_parity(memory, parity)
     _remove_idle_arenas(memory, mine)
     generations = frozenset(
@@ -143,6 +145,20 @@ def _is_kept(epoch: Epoch, generation: Generation | None) -> bool:
     if generation.epoch < directive.epoch:
         return generation in (directive.line.generation, retained, directive.protected)
     return True
+
+
+def _is_outdated(parity: ParitySlot, holdings: Holdings) -> bool:
+    """Whether a rank now holds other bytes of the block's generation than went into the block: it
+    has loaded older experts from storage. Such a block protects nothing, and a newer one that was
+    made from it and from the rank's changes would be wrong. Every report that lists the rank's next
+    snapshot also lists what it loaded, so the block is gone before that."""
+    if parity.entry is None:
+        return False
+    held = (
+        (digest, holdings.snapshots.get((rank, parity.entry.generation)))
+        for rank, digest in parity.entry.sources
+    )
+    return any(entry is not None and entry.manifest_digest != digest for digest, entry in held)
 
 
 def _is_awaited(memory: JobMemory, epoch: Epoch, rank: int, slot: Slot) -> bool:

@@ -401,6 +401,18 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="keep parity of a snapshot whose rank has loaded other bytes of that generation",
+        test="daemon/parity/test_after_a_load.py",
+        edits=(
+            (
+                f"{ENGINE}/upkeep.py",
+                "if ready and (not _is_kept(epoch, parity.generation) or "
+                "_is_outdated(parity, holdings)):",
+                "if ready and not _is_kept(epoch, parity.generation):",
+            ),
+        ),
+    ),
+    Mutant(
         name="forget the world of what is safe when too many others follow",
         test="operator_side/reconciler/test_shrinking.py",
         edits=(
