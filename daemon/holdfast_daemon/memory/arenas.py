@@ -182,7 +182,7 @@ class ArenaFiles:
         arena.close()
         self._files.unlink(arena.directory / SLOTS_FILE)
         self._grants.remove(arena.path)
-        self._files.rmdir(arena.directory)
+        self._files.remove_tree(arena.directory)
 
     def seal(self, arena: Arena, slot: int, sealed: SealedSlot) -> None:
         _check_fits(self._job, arena, slot, sealed)

@@ -44,9 +44,6 @@ class Files(Protocol):
     def unlink(self, path: Path) -> None:
         """Remove the file `path`; do nothing when it is missing."""
 
-    def rmdir(self, path: Path) -> None:
-        """Remove the empty directory `path`."""
-
     def remove_tree(self, path: Path) -> None:
         """Remove `path` and everything below it; do nothing when it is missing."""
 
@@ -75,9 +72,6 @@ class RealFiles:
 
     def unlink(self, path: Path) -> None:
         path.unlink(missing_ok=True)
-
-    def rmdir(self, path: Path) -> None:
-        path.rmdir()
 
     def remove_tree(self, path: Path) -> None:
         with suppress(FileNotFoundError):

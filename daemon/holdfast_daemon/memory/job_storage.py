@@ -81,6 +81,7 @@ class JobStorage:
         self._kept = PeerManifests(self.directory / "peers", self._files)
         self._lock = threading.RLock()
         self._allocating = threading.Lock()
+        self._dropped = False
         self._quota_bytes = 0
         """Limit of the job's memory from its newest membership; 0: only the node's budget limits
         it."""
@@ -168,9 +169,10 @@ class JobStorage:
             MemoryBudgetError: it exceeds the job's quota or the node's budget, or the file system
                 is full; nothing is kept then.
             CorruptError, LayoutMismatchError: `layout` is not a layout of `rank`.
-            StorageError: the file system failed.
+            StorageError: the job was dropped, or the file system failed.
         """
         with self._allocating:
+            self._check_kept()
             decoded = decode_layout(layout)
             with self._lock:
                 existing = self._arenas.get((rank, layout_id(layout)))
@@ -286,6 +288,7 @@ class JobStorage:
         """Seal the parity block: from here on it exists."""
         lane = record.entry.lane
         with self._lock, storage_errors(f"sealing parity {slot} of lane {lane} of {self.job}"):
+            self._check_kept()
             self._blocks.seal(slot, record)
 
     def free_parity(self, lane: int, slot: int) -> None:
@@ -359,6 +362,7 @@ class JobStorage:
     def keep(self, rank: int, manifest: bytes, layout: bytes) -> None:
         """Keep another member's manifest and layout, so that the member can get them back."""
         with self._lock, storage_errors(f"storing a peer's manifest for job {self.job}"):
+            self._check_kept()
             self._kept.keep(rank, manifest, layout)
 
     def forget(self, keep: Set[Generation]) -> None:
@@ -390,8 +394,15 @@ class JobStorage:
                 raise CorruptError(f"the entry file of parity {slot} of lane {lane} was changed")
 
     def drop(self) -> None:
-        """Free everything that the job holds: sealed slots and blocks first, the epoch last."""
+        """Free everything that the job holds: sealed slots and blocks first, the epoch last. What
+        other threads still do for the job takes no memory and seals nothing from then on. May be
+        repeated.
+
+        Raises:
+            StorageError: the file system failed; the rest stays until the next call.
+        """
         with self._allocating, self._lock, storage_errors(f"dropping job {self.job}"):
+            self._dropped = True
             for rank, layout in sorted(self._arenas):
                 self.remove_arena(rank, layout)
             for lane, slot in sorted(self._blocks.records):
@@ -410,6 +421,10 @@ class JobStorage:
         return self._node.grants.take_overgrown(self.job)
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _check_kept(self) -> None:
+        if self._dropped:
+            raise StorageError(f"job {self.job} was dropped from this node")
 
     def _check_left(self, rank: int) -> None:
         left = self._node.grants.left_of(self.job)

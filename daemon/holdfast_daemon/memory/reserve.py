@@ -105,9 +105,6 @@ class ReservedFiles:
     def unlink(self, path: Path) -> None:
         self.files.unlink(path)
 
-    def rmdir(self, path: Path) -> None:
-        self.files.rmdir(path)
-
     def remove_tree(self, path: Path) -> None:
         self.files.remove_tree(path)
 

@@ -100,6 +100,11 @@ class Daemon:
     def change(self, request: Request) -> Iterator[bytes]:
         return change_of(self.storage, request)
 
+    def forget(self) -> None:
+        """Lose all that is held of the job."""
+        self.storage.drop()
+        self.storage = JobStorage(self.node, JOB)
+
     @property
     def member(self) -> Member:
         return Member(
@@ -249,7 +254,7 @@ def manifest_at(cluster: Cluster, index: int) -> Manifest:
 def lose(cluster: Cluster, index: int) -> bytes:
     """The node's memory is gone and an empty arena stands in its place; what it held."""
     before = bytes(cluster.payload(index))
-    cluster.daemons[index].storage.drop()
+    cluster.daemons[index].forget()
     cluster.run(index, allocation(index))
     return before
 

@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 from dataclasses import replace
@@ -115,6 +116,36 @@ def test_a_removed_arena_and_a_dropped_job_give_their_memory_back(root: Path) ->
         assert node.jobs() == []
         with pytest.raises(StorageError, match="no arena"):
             job.arena(0, LAYOUT_ID)
+
+
+def test_a_thread_that_is_late_takes_no_memory_of_a_dropped_job(root: Path) -> None:
+    with opened(root) as (job, _, node):
+        job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=PIECE)
+        job.drop()
+        with pytest.raises(StorageError, match="was dropped"):
+            job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=PIECE)
+        with pytest.raises(StorageError, match="was dropped"):
+            job.keep(1, encode_manifest(manifest_of(b"x", 7, rank=1)), layout_of(1))
+        assert (node.reserved_bytes, node.jobs()) == (0, [])
+
+
+def test_a_drop_that_fails_is_repeated(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(root) as (job, _, node):
+        job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=PIECE)
+        job.allocate(1, layout_of(1))
+        seal(job, 0, step=1)
+        for step in ("unlink", "remove_tree"):
+
+            def fail(files: object, path: Path) -> None:
+                raise OSError(errno.EIO, "broken")
+
+            with monkeypatch.context() as patched:
+                patched.setattr(type(job._files), step, fail)
+                with pytest.raises(StorageError, match="broken"):
+                    job.drop()
+        job.drop()
+        job.drop()
+        assert (node.reserved_bytes, held_bytes(root), node.jobs()) == (0, 0, [])
 
 
 def test_bytes_are_located_only_while_they_are_sealed(root: Path) -> None:

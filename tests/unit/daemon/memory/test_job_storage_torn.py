@@ -78,12 +78,6 @@ class StoppingFiles(RealFiles):
         if not alive:
             raise Stopped
 
-    def rmdir(self, path: Path) -> None:
-        alive = self._alive()
-        super().rmdir(path)
-        if not alive:
-            raise Stopped
-
     def remove_tree(self, path: Path) -> None:
         if not self._alive():
             for file in sorted(p for p in path.rglob("*") if p.is_file())[:1]:
