@@ -14,7 +14,7 @@ from typing import Any
 import grpc.aio
 
 from holdfast_core.errors import InvalidJobError, StaleEpochError, StorageError
-from holdfast_core.snapshots.membership import Membership
+from holdfast_core.snapshots.membership import Membership, are_two_jobs
 from holdfast_daemon.durable.loader import Loader
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.factories import make_authenticator, make_catalogue
@@ -77,6 +77,8 @@ class Node:
         show_identity(settings.identity, self.metrics)
         self.hosts: dict[str, JobHost] = {}
         self._ended: dict[str, None] = {}
+        self._undropped: dict[str, JobStorage] = {}
+        """Memory of dropped jobs that is still to be freed."""
         self._agents = WaitingAgents(time.monotonic)
         self._lock = threading.Lock()
         self._epochs: dict[str, int] = {}
@@ -281,6 +283,9 @@ class Node:
         if message.HasField("membership"):
             membership = codec.membership_from_proto(message.membership)
             host = self.hosts.get(membership.job)
+            if host is not None and are_two_jobs(membership.uid, host.uid):
+                self._drop(membership.job)
+                host = None
             if host is None:
                 if membership.member_on(self._settings.node) is None:
                     return
@@ -299,10 +304,19 @@ class Node:
                 host.engine.inspect(message.inspect.epoch, message.inspect.number, host.now)
                 host.carry_out([])
         elif message.HasField("drop"):
-            self._ended[message.drop.job] = None
-            while len(self._ended) > JOBS_REMEMBERED:
-                del self._ended[next(iter(self._ended))]
-            self._drop(message.drop.job)
+            self._receive_drop(message.drop.job, message.drop.uid)
+
+    def _receive_drop(self, job: str, uid: str) -> None:
+        """Drop the job, which has ended; with `uid`, only an earlier job that had its name."""
+        if uid:
+            host = self.hosts.get(job)
+            if host is not None and host.uid == uid:
+                self._drop(job)
+            return
+        self._ended[job] = None
+        while len(self._ended) > JOBS_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+        self._drop(job)
 
     def _check_room_for(self, job: str) -> None:
         if len(self.hosts) >= JOBS_MAX:
@@ -313,6 +327,7 @@ class Node:
             )
 
     def _adopt(self, job: str) -> JobHost:
+        self._free(job)
         storage = JobStorage(self.storage, job)
         adopted = storage.adopt()
         for problem in adopted.problems:
@@ -357,13 +372,24 @@ class Node:
         if (host := self.hosts.pop(job, None)) is None:
             return
         host.drop()
+        self._undropped[job] = host.storage
         self._threads.release(job)
         self._durable.release(job)
         with self._lock:
             self._epochs.pop(job, None)
         self._observer.forget(job)
         _log.info("job_dropped", job=job)
+        try:
+            self._free(job)
+        except StorageError as error:
+            _log.error("job_not_freed", job=job, cause=str(error))
         self._wake_control()
+
+    def _free(self, job: str) -> None:
+        """Free the memory of a job that was dropped, unless it is free. Raises StorageError."""
+        if (storage := self._undropped.get(job)) is not None:
+            storage.drop()
+            del self._undropped[job]
 
     def _job_changed(self, host: JobHost) -> None:
         with self._lock:
@@ -413,6 +439,9 @@ class Node:
         while True:
             self._turned_at = before = time.monotonic()
             self.storage.tidy()
+            for job in list(self._undropped):
+                with suppress(StorageError):
+                    self._free(job)
             self._observer.refresh(
                 self.hosts, self.storage.reserved_bytes, self._settings.budget_bytes
             )

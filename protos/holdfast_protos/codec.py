@@ -177,6 +177,7 @@ def membership_to_proto(value: Membership) -> values_pb2.Membership:
     """`value` as a message."""
     return values_pb2.Membership(
         job=value.job,
+        uid=value.uid,
         epoch=value.epoch,
         revision=value.revision,
         members=[member_to_proto(place) for place in value.members],
@@ -217,6 +218,7 @@ def membership_from_proto(message: values_pb2.Membership) -> Membership:
     try:
         return Membership(
             job=message.job,
+            uid=message.uid,
             epoch=message.epoch,
             revision=message.revision,
             members=tuple(member_from_proto(place) for place in message.members),

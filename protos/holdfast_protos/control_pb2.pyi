@@ -143,6 +143,7 @@ class JobState(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    UID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     MEMBERSHIP_FIELD_NUMBER: _builtins.int
     VERIFIED_FIELD_NUMBER: _builtins.int
@@ -173,6 +174,8 @@ class JobState(_message.Message):
     WINDOW_STEPS_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
+    uid: _builtins.str
+    """as in its membership"""
     epoch: _builtins.int
     verified: _builtins.bool
     has_line: _builtins.bool
@@ -247,6 +250,7 @@ class JobState(_message.Message):
         self,
         *,
         job: _builtins.str = ...,
+        uid: _builtins.str = ...,
         epoch: _builtins.int = ...,
         membership: _values_pb2.Membership | None = ...,
         verified: _builtins.bool = ...,
@@ -279,7 +283,7 @@ class JobState(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "complete", b"complete", "inspection", b"inspection", "line", b"line", "links", b"links", "loss", b"loss", "membership", b"membership", "persist", b"persist", "plan", b"plan", "protected", b"protected", "revision", b"revision"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "inspection", b"inspection", "interval_steps", b"interval_steps", "job", b"job", "line", b"line", "links", b"links", "loading", b"loading", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "persist", b"persist", "plan", b"plan", "problem", b"problem", "problem_code", b"problem_code", "protected", b"protected", "protection_bytes_s", b"protection_bytes_s", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "slots", b"slots", "storage_problem", b"storage_problem", "stored_epoch", b"stored_epoch", "verified", b"verified", "window_steps", b"window_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "inspection", b"inspection", "interval_steps", b"interval_steps", "job", b"job", "line", b"line", "links", b"links", "loading", b"loading", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "persist", b"persist", "plan", b"plan", "problem", b"problem", "problem_code", b"problem_code", "protected", b"protected", "protection_bytes_s", b"protection_bytes_s", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "slots", b"slots", "storage_problem", b"storage_problem", "stored_epoch", b"stored_epoch", "uid", b"uid", "verified", b"verified", "window_steps", b"window_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__revision: _TypeAlias = _typing.Literal["revision"]  # noqa: Y015
     _WhichOneofArgType__revision: _TypeAlias = _typing.Literal["_revision", b"_revision"]  # noqa: Y015
@@ -654,15 +658,21 @@ class DropJob(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    UID_FIELD_NUMBER: _builtins.int
     job: _builtins.str
+    uid: _builtins.str
+    """Not empty: an earlier job of the name, which goes on with another one. Only what is of this job
+    is freed.
+    """
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
+        uid: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

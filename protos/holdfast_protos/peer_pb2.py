@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 from holdfast_protos import values_pb2 as holdfast__protos_dot_values__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aholdfast_protos/peer.proto\x12\x0bholdfast.v1\x1a\x1choldfast_protos/values.proto\"\xeb\x03\n\rReportMessage\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06member\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\x10\n\x08verified\x18\x06 \x01(\x08\x12)\n\tinventory\x18\x07 \x01(\x0b\x32\x16.holdfast.v1.Inventory\x12\x1f\n\x04line\x18\x08 \x01(\x0b\x32\x11.holdfast.v1.Line\x12\x10\n\x08has_line\x18\t \x01(\x08\x12)\n\x08retained\x18\n \x01(\x0b\x32\x17.holdfast.v1.Generation\x12*\n\x07persist\x18\x0b \x01(\x0b\x32\x19.holdfast.v1.PersistOrder\x12(\n\tpersisted\x18\x0c \x03(\x0b\x32\x15.holdfast.v1.RankFile\x12\x17\n\x0fpersist_failure\x18\r \x01(\t\x12\'\n\x06stored\x18\x0e \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\'\n\x06wanted\x18\x0f \x01(\x0b\x32\x17.holdfast.v1.Generation\x12+\n\nunloadable\x18\x14 \x03(\x0b\x32\x17.holdfast.v1.FailedLoad\"W\n\nFailedLoad\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xb3\x03\n\x10\x44irectiveMessage\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08has_line\x18\x03 \x01(\x08\x12\x1f\n\x04line\x18\x04 \x01(\x0b\x32\x11.holdfast.v1.Line\x12*\n\tprotected\x18\x05 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12)\n\x08retained\x18\x06 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12%\n\x04\x64\x65\x61\x64\x18\x07 \x03(\x0b\x32\x17.holdfast.v1.Generation\x12\x12\n\nrendezvous\x18\x08 \x01(\t\x12*\n\x07persist\x18\t \x01(\x0b\x32\x19.holdfast.v1.PersistOrder\x12*\n\tpersisted\x18\n \x01(\x0b\x32\x17.holdfast.v1.Generation\x12,\n\x0bwhole_after\x18\x0b \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x11\n\tstore_key\x18\x0c \x01(\t\x12%\n\x04load\x18\x14 \x01(\x0b\x32\x17.holdfast.v1.Generation\"g\n\x0eSuspectMessage\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12+\n\ngeneration\x18\x04 \x01(\x0b\x32\x17.holdfast.v1.Generation\"\x1a\n\tPeerReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"m\n\x14\x46\x65tchManifestRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12+\n\ngeneration\x18\x04 \x01(\x0b\x32\x17.holdfast.v1.Generation\"*\n\x0cLinksRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"6\n\x12\x46\x65tchManifestReply\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\x0c\x32\xda\x02\n\x04Peer\x12<\n\x06Report\x12\x1a.holdfast.v1.ReportMessage\x1a\x16.holdfast.v1.PeerReply\x12?\n\x06\x44irect\x12\x1d.holdfast.v1.DirectiveMessage\x1a\x16.holdfast.v1.PeerReply\x12>\n\x07Suspect\x12\x1b.holdfast.v1.SuspectMessage\x1a\x16.holdfast.v1.PeerReply\x12S\n\rFetchManifest\x12!.holdfast.v1.FetchManifestRequest\x1a\x1f.holdfast.v1.FetchManifestReply\x12>\n\x05Links\x12\x19.holdfast.v1.LinksRequest\x1a\x1a.holdfast.v1.MeasuredLinksb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aholdfast_protos/peer.proto\x12\x0bholdfast.v1\x1a\x1choldfast_protos/values.proto\"\xf8\x03\n\rReportMessage\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06member\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\x10\n\x08verified\x18\x06 \x01(\x08\x12)\n\tinventory\x18\x07 \x01(\x0b\x32\x16.holdfast.v1.Inventory\x12\x1f\n\x04line\x18\x08 \x01(\x0b\x32\x11.holdfast.v1.Line\x12\x10\n\x08has_line\x18\t \x01(\x08\x12)\n\x08retained\x18\n \x01(\x0b\x32\x17.holdfast.v1.Generation\x12*\n\x07persist\x18\x0b \x01(\x0b\x32\x19.holdfast.v1.PersistOrder\x12(\n\tpersisted\x18\x0c \x03(\x0b\x32\x15.holdfast.v1.RankFile\x12\x17\n\x0fpersist_failure\x18\r \x01(\t\x12\'\n\x06stored\x18\x0e \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\'\n\x06wanted\x18\x0f \x01(\x0b\x32\x17.holdfast.v1.Generation\x12+\n\nunloadable\x18\x14 \x03(\x0b\x32\x17.holdfast.v1.FailedLoad\x12\x0b\n\x03uid\x18\x15 \x01(\t\"W\n\nFailedLoad\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xc0\x03\n\x10\x44irectiveMessage\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08has_line\x18\x03 \x01(\x08\x12\x1f\n\x04line\x18\x04 \x01(\x0b\x32\x11.holdfast.v1.Line\x12*\n\tprotected\x18\x05 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12)\n\x08retained\x18\x06 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12%\n\x04\x64\x65\x61\x64\x18\x07 \x03(\x0b\x32\x17.holdfast.v1.Generation\x12\x12\n\nrendezvous\x18\x08 \x01(\t\x12*\n\x07persist\x18\t \x01(\x0b\x32\x19.holdfast.v1.PersistOrder\x12*\n\tpersisted\x18\n \x01(\x0b\x32\x17.holdfast.v1.Generation\x12,\n\x0bwhole_after\x18\x0b \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x11\n\tstore_key\x18\x0c \x01(\t\x12\x0b\n\x03uid\x18\r \x01(\t\x12%\n\x04load\x18\x14 \x01(\x0b\x32\x17.holdfast.v1.Generation\"t\n\x0eSuspectMessage\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12+\n\ngeneration\x18\x04 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x0b\n\x03uid\x18\x05 \x01(\t\"\x1a\n\tPeerReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"m\n\x14\x46\x65tchManifestRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12+\n\ngeneration\x18\x04 \x01(\x0b\x32\x17.holdfast.v1.Generation\"*\n\x0cLinksRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"6\n\x12\x46\x65tchManifestReply\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\x0c\x32\xda\x02\n\x04Peer\x12<\n\x06Report\x12\x1a.holdfast.v1.ReportMessage\x1a\x16.holdfast.v1.PeerReply\x12?\n\x06\x44irect\x12\x1d.holdfast.v1.DirectiveMessage\x1a\x16.holdfast.v1.PeerReply\x12>\n\x07Suspect\x12\x1b.holdfast.v1.SuspectMessage\x1a\x16.holdfast.v1.PeerReply\x12S\n\rFetchManifest\x12!.holdfast.v1.FetchManifestRequest\x1a\x1f.holdfast.v1.FetchManifestReply\x12>\n\x05Links\x12\x19.holdfast.v1.LinksRequest\x1a\x1a.holdfast.v1.MeasuredLinksb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -23,21 +23,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'holdfast_protos.peer_pb2', 
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_REPORTMESSAGE']._serialized_start=74
-  _globals['_REPORTMESSAGE']._serialized_end=565
-  _globals['_FAILEDLOAD']._serialized_start=567
-  _globals['_FAILEDLOAD']._serialized_end=654
-  _globals['_DIRECTIVEMESSAGE']._serialized_start=657
-  _globals['_DIRECTIVEMESSAGE']._serialized_end=1092
-  _globals['_SUSPECTMESSAGE']._serialized_start=1094
-  _globals['_SUSPECTMESSAGE']._serialized_end=1197
-  _globals['_PEERREPLY']._serialized_start=1199
-  _globals['_PEERREPLY']._serialized_end=1225
-  _globals['_FETCHMANIFESTREQUEST']._serialized_start=1227
-  _globals['_FETCHMANIFESTREQUEST']._serialized_end=1336
-  _globals['_LINKSREQUEST']._serialized_start=1338
-  _globals['_LINKSREQUEST']._serialized_end=1380
-  _globals['_FETCHMANIFESTREPLY']._serialized_start=1382
-  _globals['_FETCHMANIFESTREPLY']._serialized_end=1436
-  _globals['_PEER']._serialized_start=1439
-  _globals['_PEER']._serialized_end=1785
+  _globals['_REPORTMESSAGE']._serialized_end=578
+  _globals['_FAILEDLOAD']._serialized_start=580
+  _globals['_FAILEDLOAD']._serialized_end=667
+  _globals['_DIRECTIVEMESSAGE']._serialized_start=670
+  _globals['_DIRECTIVEMESSAGE']._serialized_end=1118
+  _globals['_SUSPECTMESSAGE']._serialized_start=1120
+  _globals['_SUSPECTMESSAGE']._serialized_end=1236
+  _globals['_PEERREPLY']._serialized_start=1238
+  _globals['_PEERREPLY']._serialized_end=1264
+  _globals['_FETCHMANIFESTREQUEST']._serialized_start=1266
+  _globals['_FETCHMANIFESTREQUEST']._serialized_end=1375
+  _globals['_LINKSREQUEST']._serialized_start=1377
+  _globals['_LINKSREQUEST']._serialized_end=1419
+  _globals['_FETCHMANIFESTREPLY']._serialized_start=1421
+  _globals['_FETCHMANIFESTREPLY']._serialized_end=1475
+  _globals['_PEER']._serialized_start=1478
+  _globals['_PEER']._serialized_end=1824
 # @@protoc_insertion_point(module_scope)

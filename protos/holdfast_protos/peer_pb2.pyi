@@ -41,6 +41,7 @@ class ReportMessage(_message.Message):
     STORED_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
     UNLOADABLE_FIELD_NUMBER: _builtins.int
+    UID_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     member: _builtins.int
@@ -49,6 +50,8 @@ class ReportMessage(_message.Message):
     verified: _builtins.bool
     has_line: _builtins.bool
     persist_failure: _builtins.str
+    uid: _builtins.str
+    """as in the sender's membership, as in the messages below"""
     @_builtins.property
     def inventory(self) -> _values_pb2.Inventory: ...
     @_builtins.property
@@ -84,10 +87,11 @@ class ReportMessage(_message.Message):
         stored: _values_pb2.Generation | None = ...,
         wanted: _values_pb2.Generation | None = ...,
         unloadable: _abc.Iterable[Global___FailedLoad] | None = ...,
+        uid: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["inventory", b"inventory", "line", b"line", "persist", b"persist", "retained", b"retained", "stored", b"stored", "wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "has_line", b"has_line", "incarnation", b"incarnation", "inventory", b"inventory", "job", b"job", "line", b"line", "member", b"member", "persist", b"persist", "persist_failure", b"persist_failure", "persisted", b"persisted", "retained", b"retained", "sequence", b"sequence", "stored", b"stored", "unloadable", b"unloadable", "verified", b"verified", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "has_line", b"has_line", "incarnation", b"incarnation", "inventory", b"inventory", "job", b"job", "line", b"line", "member", b"member", "persist", b"persist", "persist_failure", b"persist_failure", "persisted", b"persisted", "retained", b"retained", "sequence", b"sequence", "stored", b"stored", "uid", b"uid", "unloadable", b"unloadable", "verified", b"verified", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -137,6 +141,7 @@ class DirectiveMessage(_message.Message):
     PERSISTED_FIELD_NUMBER: _builtins.int
     WHOLE_AFTER_FIELD_NUMBER: _builtins.int
     STORE_KEY_FIELD_NUMBER: _builtins.int
+    UID_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
@@ -144,6 +149,7 @@ class DirectiveMessage(_message.Message):
     rendezvous: _builtins.str
     store_key: _builtins.str
     """for the ranks of the world at `rendezvous`, and daemons"""
+    uid: _builtins.str
     @_builtins.property
     def line(self) -> _values_pb2.Line: ...
     @_builtins.property
@@ -179,11 +185,12 @@ class DirectiveMessage(_message.Message):
         persisted: _values_pb2.Generation | None = ...,
         whole_after: _values_pb2.Generation | None = ...,
         store_key: _builtins.str = ...,
+        uid: _builtins.str = ...,
         load: _values_pb2.Generation | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["line", b"line", "load", b"load", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "retained", b"retained", "whole_after", b"whole_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch", b"epoch", "has_line", b"has_line", "job", b"job", "line", b"line", "load", b"load", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "rendezvous", b"rendezvous", "retained", b"retained", "store_key", b"store_key", "whole_after", b"whole_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch", b"epoch", "has_line", b"has_line", "job", b"job", "line", b"line", "load", b"load", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "rendezvous", b"rendezvous", "retained", b"retained", "store_key", b"store_key", "uid", b"uid", "whole_after", b"whole_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -199,9 +206,11 @@ class SuspectMessage(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    UID_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     rank: _builtins.int
+    uid: _builtins.str
     @_builtins.property
     def generation(self) -> _values_pb2.Generation: ...
     def __init__(
@@ -211,10 +220,11 @@ class SuspectMessage(_message.Message):
         epoch: _builtins.int = ...,
         rank: _builtins.int = ...,
         generation: _values_pb2.Generation | None = ...,
+        uid: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "job", b"job", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "job", b"job", "rank", b"rank", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -139,6 +139,7 @@ class Membership(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    UID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
@@ -157,6 +158,8 @@ class Membership(_message.Message):
     ORDER_FIELD_NUMBER: _builtins.int
     EXTERNAL_FIELD_NUMBER: _builtins.int
     job: _builtins.str
+    uid: _builtins.str
+    """Identity of the job's object at the API server; empty where none gives one."""
     epoch: _builtins.int
     revision: _builtins.int
     nproc_per_node: _builtins.int
@@ -201,6 +204,7 @@ class Membership(_message.Message):
         self,
         *,
         job: _builtins.str = ...,
+        uid: _builtins.str = ...,
         epoch: _builtins.int = ...,
         revision: _builtins.int = ...,
         members: _abc.Iterable[Global___Member] | None = ...,
@@ -221,7 +225,7 @@ class Membership(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tier", b"tier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "external", b"external", "groups", b"groups", "job", b"job", "members", b"members", "memory_bytes", b"memory_bytes", "nproc_per_node", b"nproc_per_node", "order", b"order", "past", b"past", "protection_bytes_s", b"protection_bytes_s", "redundancy", b"redundancy", "replicas", b"replicas", "restarting", b"restarting", "restarting_ranks", b"restarting_ranks", "revision", b"revision", "since", b"since", "slots", b"slots", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "external", b"external", "groups", b"groups", "job", b"job", "members", b"members", "memory_bytes", b"memory_bytes", "nproc_per_node", b"nproc_per_node", "order", b"order", "past", b"past", "protection_bytes_s", b"protection_bytes_s", "redundancy", b"redundancy", "replicas", b"replicas", "restarting", b"restarting", "restarting_ranks", b"restarting_ranks", "revision", b"revision", "since", b"since", "slots", b"slots", "tier", b"tier", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,6 +79,9 @@ class Membership:
     """
 
     job: str
+    uid: str = ""
+    """Identity that the API server gave the job, so that an earlier job of the same name is not
+    mistaken for it; empty outside of Kubernetes. See `are_two_jobs`."""
     epoch: int
     revision: int = 0
     members: tuple[Member, ...]
@@ -229,6 +232,12 @@ class Membership:
     def group_of(self, member: int) -> tuple[int, ...]:
         """The parity group of `member` in the present world."""
         return self.world.group_of(member)
+
+
+def are_two_jobs(uid: str, other: str) -> bool:
+    """Whether these are the uids of an earlier and a later job of one name. An empty one agrees
+    with each: its writer knew none."""
+    return bool(uid and other and uid != other)
 
 
 def known_worlds(

@@ -114,6 +114,12 @@ class JobHost:
         self._tick()
 
     @property
+    def uid(self) -> str:
+        """Identity of the job whose membership is here; empty when there is none."""
+        membership = self.engine.membership
+        return "" if membership is None else membership.uid
+
+    @property
     def now(self) -> float:
         return time.monotonic()
 
@@ -200,10 +206,9 @@ class JobHost:
         self.carry_out([])
 
     def drop(self) -> None:
-        """Free everything that the job holds, because the job has ended."""
+        """Do nothing more for the job, which has ended; its storage is the caller's to free."""
         self.stop()
         self.dropped = True
-        self.storage.drop()
         self._changed.set()
 
     def stop(self) -> None:

@@ -23,7 +23,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.links import MeasuredLinks, links_of
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.membership import Member
+from holdfast_core.snapshots.membership import Member, are_two_jobs
 from holdfast_daemon.engine.effects import Effect, Send, SendDirective, SendReport, SendSuspect
 from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.limits.rates import (
@@ -77,6 +77,7 @@ class PeerOutbox:
                     rank=effect.rank,
                     generation=codec.generation_to_proto(effect.generation),
                 )
+        message.uid = host.uid
         address = effect.to.peer_address
         self._pending[(address, host.job, type(effect).__name__)] = (message, host)
         if address not in self._sending:
@@ -158,16 +159,14 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             report = codec.report_from_proto(request)
         except ProtocolError as error:
             await refuse(context, error)
-        return self._hand_over(request.job, lambda host: host.engine.on_report(report, host.now))
+        return self._hand_over(request, lambda host: host.engine.on_report(report, host.now))
 
     async def Direct(
         self, request: peer_pb2.DirectiveMessage, context: Context
     ) -> peer_pb2.PeerReply:
         await self._admit(context, request.job, PEER_RATE, "directives")
         directive = codec.directive_from_proto(request)
-        return self._hand_over(
-            request.job, lambda host: host.engine.on_directive(directive, host.now)
-        )
+        return self._hand_over(request, lambda host: host.engine.on_directive(directive, host.now))
 
     async def Suspect(
         self, request: peer_pb2.SuspectMessage, context: Context
@@ -176,7 +175,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         epoch, rank = request.epoch, request.rank
         generation = codec.generation_from_proto(request.generation)
         return self._hand_over(
-            request.job, lambda host: host.engine.on_suspect(epoch, rank, generation, host.now)
+            request, lambda host: host.engine.on_suspect(epoch, rank, generation, host.now)
         )
 
     async def _admit(self, context: Context, job: str, rate: Rate, what: str) -> None:
@@ -187,11 +186,13 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         except RateLimitedError as error:
             await refuse(context, error)
 
-    def _hand_over(self, job: str, act: Callable[[JobHost], list[Effect]]) -> peer_pb2.PeerReply:
+    def _hand_over(
+        self, message: Message, act: Callable[[JobHost], list[Effect]]
+    ) -> peer_pb2.PeerReply:
         """Pass a peer's message to the job's engine; the reply has the engine's epoch, 0 for an
-        unknown job."""
-        host = self._host_of(job)
-        if host is None:
+        unknown job and for an earlier or later job of its name."""
+        host = self._host_of(message.job)
+        if host is None or are_two_jobs(message.uid, host.uid):
             return peer_pb2.PeerReply(epoch=0)
         host.carry_out(act(host))
         return peer_pb2.PeerReply(epoch=host.engine.epoch)

@@ -30,6 +30,7 @@ def job_state(host: JobHost) -> control_pb2.JobState:
     job = host.engine.overview()
     return control_pb2.JobState(
         job=job.job,
+        uid=job.membership.uid if job.membership else "",
         epoch=job.epoch,
         membership=codec.membership_to_proto(job.membership) if job.membership else None,
         verified=job.verified,

@@ -58,6 +58,7 @@ def job_view(state: control_pb2.JobState) -> JobView:
         ProtocolError: when its membership or a report of its ranks is malformed.
     """
     return JobView(
+        uid=state.uid,
         epoch=state.epoch,
         membership=(
             _membership(state.membership.SerializeToString(deterministic=True))

@@ -20,7 +20,7 @@ import grpc.aio
 from msgspec.structs import replace
 
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
-from holdfast_core.snapshots.membership import Membership
+from holdfast_core.snapshots.membership import Membership, are_two_jobs
 from holdfast_operator.control.bounded import Outbox, Recent
 from holdfast_operator.control.heartbeats import evidence_of, identity_of, job_view, node_view
 from holdfast_operator.reconciler.observe.versions import completed, is_newer, version
@@ -177,6 +177,16 @@ class ControlServer:
         self._unplace(job)
         self._dropped[job] = inf if up_to_epoch is None else up_to_epoch
         self._send_news(job)
+
+    def free_earlier(self, job: str, uid: str) -> None:
+        """Have connected daemons drop what they hold of earlier jobs of this name, while the job
+        `uid` has no membership, which would tell them the same."""
+        for name in self._holders.get(job, ()) if job not in self._published else ():
+            node = self._nodes[name]
+            theirs = node.jobs[job].uid
+            if node.connection is not None and are_two_jobs(uid, theirs):
+                message = control_pb2.ControlMessage(drop=control_pb2.DropJob(job=job, uid=theirs))
+                node.connection.outbox.put(message.SerializeToString())
 
     def persist(self, job: str) -> None:
         """Ask all connected daemons of the job to write the newest generation to the durable tier;
@@ -433,5 +443,7 @@ def _note_known(connection: _Connection, job: str, theirs: Membership | None) ->
     """Note `theirs` as what the daemon has, unless we sent a newer one: then `theirs` was sent
     before ours arrived."""
     known = connection.known.get(job)
-    if theirs is not None and (known is None or version(theirs) >= version(known)):
+    if theirs is None or (known is not None and are_two_jobs(known.uid, theirs.uid)):
+        return
+    if known is None or version(theirs) >= version(known):
         connection.known[job] = theirs

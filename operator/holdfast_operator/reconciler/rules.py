@@ -313,6 +313,7 @@ def publish(observation: Observation, state: ControlState, membership: Membershi
     if membership.epoch == state.epoch:
         current = replace(state, membership=membership)
         return RuleResult(current, (PublishMembership(membership=membership),))
+    membership = replace(membership, uid=observation.job.metadata.uid)
     if membership.tier is not None:
         tier = replace(membership.tier, persisted=_put_into(state, membership.tier.uri))
         membership = replace(membership, tier=tier)

@@ -413,6 +413,50 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="adopt what a deleted job of the same name has left on nodes",
+        test="operator_side/kube/test_same_name.py",
+        edits=(
+            (
+                f"{RECONCILER}/observe/versions.py",
+                "if node.job is not None and are_two_jobs(uid, node.job.uid)",
+                "if node.job is None",
+            ),
+        ),
+    ),
+    Mutant(
+        name="compare epochs of two jobs of one name",
+        test="operator_side/kube/test_same_name.py",
+        edits=(
+            (
+                f"{RECONCILER}/observe/versions.py",
+                " or are_two_jobs(ours.uid, theirs.uid):",
+                ":",
+            ),
+        ),
+    ),
+    Mutant(
+        name="be fenced by an earlier job of the same name",
+        test="daemon/test_peer_limits.py",
+        edits=(
+            (
+                "daemon/holdfast_daemon/net/peers.py",
+                "if host is None or are_two_jobs(message.uid, host.uid):",
+                "if host is None:",
+            ),
+        ),
+    ),
+    Mutant(
+        name="let a late thread allocate memory of a job that was dropped",
+        test="daemon/memory/test_job_storage.py",
+        edits=(
+            (
+                "daemon/holdfast_daemon/memory/job_storage.py",
+                "            self._check_kept()\n            decoded",
+                "            decoded",
+            ),
+        ),
+    ),
+    Mutant(
         name="forget the world of what is safe when too many others follow",
         test="operator_side/reconciler/test_shrinking.py",
         edits=(

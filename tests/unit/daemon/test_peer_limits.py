@@ -32,9 +32,10 @@ def _engine() -> JobEngine:
     return engine_of(membership_of((0, 1), job=JOB), 0)
 
 
-def _service(engine: JobEngine, limited: list[int]) -> PeerService:
+def _service(engine: JobEngine, limited: list[int], uid: str = "") -> PeerService:
     host: Any = SimpleNamespace(
         job=JOB,
+        uid=uid,
         engine=engine,
         now=0.0,
         carry_out=lambda effects: None,
@@ -62,6 +63,25 @@ def test_a_report_of_a_stranger_is_not_kept() -> None:
     asyncio.run(main())
     assert set(engine.memory.reports) <= {0, 1}
     assert isinstance(engine.memory.reports[1], MemberReport)
+
+
+@pytest.mark.parametrize("uid", ["", "earlier", "later"])
+def test_the_epochs_of_an_earlier_job_of_the_name_fence_nobody(uid: str) -> None:
+    engine = _engine()
+    report = _report(1)
+    report.epoch, report.uid = 9, uid
+    direction = peer_pb2.DirectiveMessage(job=JOB, epoch=9, uid=uid)
+
+    async def main() -> None:
+        service = _service(engine, [], "later")
+        replies = [
+            await service.Report(report, Context()),  # type: ignore[arg-type]
+            await service.Direct(direction, Context()),  # type: ignore[arg-type]
+        ]
+        assert [reply.epoch for reply in replies] == ([0, 0] if uid == "earlier" else [1, 1])
+
+    asyncio.run(main())
+    assert engine.memory.fenced == (uid != "earlier")
 
 
 def test_a_malformed_report_is_refused_as_one() -> None:

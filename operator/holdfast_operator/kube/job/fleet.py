@@ -149,6 +149,7 @@ class Fleet:
             await self.list_jobs()
             await asyncio.sleep(HOUSEKEEPING_S)
             self.adjust()
+            self.free_earlier()
             await self.free_orphans()
 
     async def list_jobs(self) -> None:
@@ -205,6 +206,13 @@ class Fleet:
         metrics.replace_all("job_slow_links", {j: _slow_links(s) for j, s in of.items()})
         metrics.replace_all("job_divergences", {j: _diverged(s) for j, s in of.items()})
         metrics.replace_all("job_members_missing", {j: _missing(s) for j, s in of.items()})
+
+    def free_earlier(self) -> None:
+        """Free the memory of jobs that were deleted while some of their daemons were away, and
+        whose names have other jobs now."""
+        assert self._world is not None
+        for key, loop in self._loops.items():
+            self._world.server.free_earlier(key, loop.uid)
 
     async def free_orphans(self) -> None:
         """Free the memory of jobs that were deleted while no operator was running. The API server

@@ -37,6 +37,7 @@ from holdfast_operator.kube.pods.pods import TrainerPod, pod_names
 from holdfast_operator.kube.pods.shared_objects import BEING_COLLECTED
 from holdfast_operator.reconciler.observe.counters import from_document
 from holdfast_operator.reconciler.observe.remembered import was_placed
+from holdfast_operator.reconciler.observe.versions import without_earlier_jobs
 from holdfast_operator.reconciler.observe.views import (
     ClusterView,
     Condition,
@@ -408,13 +409,14 @@ class JobLoop:
         near = {pod.node for pod in pods} | {node for _, node in self._state.joining}
         near.update(self._state.homes)
         membership = self._state.membership
-        return ClusterView(
+        observed = ClusterView(
             nodes=self._source.nodes(job, wants, near),
             agents=self._source.agents(pods, membership, self._acting.pending),
             suspension=self._suspension,
             refusals=self._source.refusals(job, wants) if membership is None else (),
             refusal=self._refusal,
         )
+        return without_earlier_jobs(observed, self.uid)
 
     def _status_of(
         self,

@@ -1,11 +1,14 @@
-"""Which of two memberships of a job is newer, and which one a daemon's report lacks."""
+"""Which of two memberships of a job is newer, and which one a daemon's report lacks; and which
+reports are of an earlier job of the same name."""
 
 from __future__ import annotations
 
+from dataclasses import replace as with_fields
+
 from msgspec.structs import replace
 
-from holdfast_core.snapshots.membership import Membership
-from holdfast_operator.reconciler.observe.views import JobView
+from holdfast_core.snapshots.membership import Membership, are_two_jobs
+from holdfast_operator.reconciler.observe.views import ClusterView, JobView
 
 
 def version(membership: Membership) -> tuple[int, int]:
@@ -14,8 +17,9 @@ def version(membership: Membership) -> tuple[int, int]:
 
 
 def is_newer(ours: Membership, theirs: JobView | None) -> bool:
-    """Whether a daemon that reports `theirs` has an older membership than `ours`, or none."""
-    if theirs is None or theirs.membership is None:
+    """Whether a daemon that reports `theirs` has an older membership than `ours`, or none, or that
+    of an earlier job of the name: epochs of two jobs cannot be compared."""
+    if theirs is None or theirs.membership is None or are_two_jobs(ours.uid, theirs.uid):
         return True
     return version(theirs.membership) < version(ours)
 
@@ -25,8 +29,20 @@ def completed(view: JobView, before: JobView | None, known: Membership | None) -
     already sent on this stream."""
     if view.membership is not None:
         return view
-    if known is not None and (known.epoch, known.revision) == (view.epoch, view.revision):
+    named = (view.uid, view.epoch, view.revision)
+    if known is not None and (known.uid, known.epoch, known.revision) == named:
         return replace(view, membership=known)
-    if before is None or before.epoch != view.epoch:
+    if before is None or (before.uid, before.epoch) != (view.uid, view.epoch):
         return view
     return replace(view, membership=before.membership)
+
+
+def without_earlier_jobs(observed: ClusterView, uid: str) -> ClusterView:
+    """`observed` without reports of earlier jobs of the name, whose daemons have not heard yet that
+    these have ended: nothing of them is adopted, waited for or trained from."""
+    strange = {
+        name: replace(node, job=None)
+        for name, node in observed.nodes.items()
+        if node.job is not None and are_two_jobs(uid, node.job.uid)
+    }
+    return with_fields(observed, nodes={**observed.nodes, **strange}) if strange else observed

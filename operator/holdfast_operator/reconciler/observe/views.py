@@ -103,6 +103,8 @@ class InspectionView(Struct, frozen=True, kw_only=True, gc=False):
 class JobView(Struct, frozen=True, kw_only=True, gc=False):
     """One daemon's report of the job."""
 
+    uid: str = ""
+    """Identity of the job that it holds something of: an earlier one may have had the same name."""
     epoch: int = 0
     membership: Membership | None = None
     revision: int | None = None

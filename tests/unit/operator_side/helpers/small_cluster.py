@@ -15,7 +15,7 @@ from fake_api import FakeApi
 from fake_server import FakeServer
 
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.membership import Membership
+from holdfast_core.snapshots.membership import Membership, are_two_jobs
 from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.client.api import Api, ApiError, Object
 from holdfast_operator.kube.client.events import Recorder
@@ -160,6 +160,7 @@ class Daemon:
                 found.awaited.append(job)
         for job, membership in self.memberships.items():
             state = found.jobs.add(job=job, epoch=membership.epoch, verified=True, has_line=True)
+            state.uid = membership.uid
             state.revision = membership.revision
             state.membership.CopyFrom(codec.membership_to_proto(membership))
             state.line.reason = "decided"
@@ -212,12 +213,22 @@ class Daemon:
             elif message.HasField("inspect"):
                 self._inspected[message.inspect.job] = message.inspect.number
             elif message.HasField("drop"):
-                self.memberships.pop(message.drop.job, None)
-                self.at_work.discard(message.drop.job)
+                self._drop(message.drop.job, message.drop.uid)
             self.beat()
+
+    def _drop(self, job: str, uid: str) -> None:
+        known = self.memberships.get(job)
+        if not uid or (known is not None and known.uid == uid):
+            self.memberships.pop(job, None)
+            self.protected.pop(job, None)
+        if not uid:
+            self.at_work.discard(job)
 
     def _adopt(self, message: values_pb2.Membership) -> None:
         membership = codec.membership_from_proto(message)
+        known = self.memberships.get(message.job)
+        if known is not None and are_two_jobs(known.uid, membership.uid):
+            self.protected.pop(message.job, None)
         self.memberships[message.job] = membership
         self.lost.discard(message.job)
         self.stopped.discard(message.job)
@@ -268,6 +279,8 @@ class SmallCluster:
         """Copies of the objects that the pods of jobs share."""
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
+        self._streams: dict[str, asyncio.Task[None]] = {}
+        """Each daemon's stream to the operator."""
         self._carrying: asyncio.Task[None]
         self.daemons: dict[str, Daemon] = {}
         self.recorder = Recorder(
@@ -330,9 +343,10 @@ class SmallCluster:
                 finally:
                     await self.stop_operator()
         finally:
-            for task in self._tasks:
+            tasks = [*self._tasks, *self._streams.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def start_operator(self) -> None:
         """Have kopf begin a control loop for each job."""
@@ -351,8 +365,19 @@ class SmallCluster:
     def add_node(self, name: str) -> None:
         """Add a node, whose daemon connects."""
         self.cordon(name, on=False)
-        daemon = self.daemons[name] = Daemon(name, self.server)
-        self._tasks.append(asyncio.create_task(daemon.converse()))
+        self.daemons[name] = Daemon(name, self.server)
+        self.connect(name)
+
+    def connect(self, name: str) -> None:
+        """Connect the node's daemon; it keeps what it has."""
+        daemon = self.daemons[name]
+        daemon.beat()
+        self._streams[name] = asyncio.create_task(daemon.converse())
+
+    async def disconnect(self, name: str) -> None:
+        """Cut the node's daemon off from the operator."""
+        self._streams[name].cancel()
+        await asyncio.wait([self._streams[name]])
 
     def cordon(self, name: str, *, on: bool = True) -> None:
         """Have the node take no more pods, or take them again."""
