@@ -194,6 +194,10 @@ class DescriptorServer:
             if claim.exclusive:
                 self._on_granted(token)
             socket.send_fds(connection, [b"ok\n"], [descriptor])
+        except OSError:
+            if claim.exclusive:
+                self._on_closed(token)  # the trainer was gone before it had its claim
+            raise
         finally:
             # The trainer's copy keeps a claim's lock; if it never arrived, this frees the lock.
             os.close(descriptor)
@@ -207,6 +211,6 @@ class DescriptorServer:
 
     async def _wait_for_end(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        with suppress(ConnectionError):
+        with suppress(OSError):
             if await loop.sock_recv(connection, 1):
                 _log.warning("a trainer sent more than its token; its connection was closed")

@@ -25,8 +25,12 @@ class Sessions:
     def __init__(self, arena: Path) -> None:
         self.arena = arena
         self.closed: asyncio.Queue[str] = asyncio.Queue()
+        self.asking: socket.socket | None = None
+        """A trainer that dies once its token was read."""
 
     def resolve(self, token: str) -> ClaimRequest:
+        if self.asking is not None:
+            self.asking.close()
         if token.startswith("claim"):
             return ClaimRequest(path=self.arena, exclusive=True)
         if token.startswith("read"):
@@ -118,6 +122,18 @@ def test_a_second_claim_is_refused_and_the_first_keeps_its_lock(arena: Path) -> 
             third.close()
             ended = {await asyncio.wait_for(sessions.closed.get(), TIMEOUT_S) for _ in range(2)}
             assert ended == {"claim-1", "claim-3"}
+
+    asyncio.run(main())
+
+
+def test_the_claim_of_a_trainer_that_was_gone_before_the_answer_ends(arena: Path) -> None:
+    async def main() -> None:
+        async with serving(arena) as sessions:
+            sessions.asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sessions.asking.connect(str(arena.with_name("arena.sock")))
+            sessions.asking.sendall(b"claim-1\n")
+            assert await asyncio.wait_for(sessions.closed.get(), TIMEOUT_S) == "claim-1"
+            assert claim_is_free(arena)
 
     asyncio.run(main())
 
