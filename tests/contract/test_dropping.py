@@ -114,6 +114,22 @@ def test_memory_that_cannot_be_freed_at_once_is_freed_later(
     on_a_line(tmp_path / "memory", test)
 
 
+def test_a_defect_in_one_message_does_not_cut_the_node_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(line: Line) -> None:
+        with monkeypatch.context() as patched:
+            patched.delattr(type(line.node.hosts[JOB]), "drop")
+            line.server.drop(JOB)
+            await line.until(lambda: JOB not in line.node.hosts)
+            await line.until(lambda: line.told is None)
+        line.server.forget(JOB)
+        line.publish("later", 1, "n0", "n1")
+        await line.until(lambda: line.told == ("later", 1))
+
+    on_a_line(tmp_path / "memory", test)
+
+
 def test_a_later_job_on_the_node_begins_with_nothing(tmp_path: Path) -> None:
     async def test(line: Line) -> None:
         line.publish("later", 1, "n0", "n1")

@@ -93,6 +93,9 @@ class ControlClient:
                     self._receive(completed(message, memberships))
                 except HoldfastError as error:
                     _log.error("control_message_refused", cause=str(error))
+                except Exception:
+                    # A defect of ours in one job must not cut the node off for all others.
+                    _log.exception("control_message_failed")
 
     async def _heartbeats(
         self, known: dict[str, values_pb2.Membership]
