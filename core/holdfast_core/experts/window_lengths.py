@@ -86,15 +86,18 @@ def bytes_of_window(
     return WindowBytes(steps=schedule.window, save_bytes=max(saves), total_bytes=sum(saves))
 
 
-def statement(lengths: Sequence[WindowBytes], measures: Measures) -> list[int]:
-    """What one rank states about `lengths`, as numbers that are added to those of other ranks: one
-    for the rank, one for having measured, and a 1 at each of two lengths, see `agreed_length`.
+def statement(count: int, lengths: Sequence[WindowBytes], measures: Measures) -> list[int]:
+    """What one rank states, as numbers that are added to those of other ranks, of which each states
+    as many: one for the rank, one for having measured, and a 1 at each of two lengths, see
+    `agreed_length`.
 
     Args:
-        lengths: the lengths that a window may have, the shortest first.
+        count: number of lengths that a window may have.
+        lengths: these lengths, the shortest first; empty while this rank has no session, and so no
+            plan of what it copies.
     """
-    numbers = [1, 0] + [0] * (2 * len(lengths))
-    if measures.host_bytes_s and measures.step_us:
+    numbers = [1, 0] + [0] * (2 * count)
+    if lengths and measures.host_bytes_s and measures.step_us:
         numbers[1] = 1
         numbers[2 + _shortest(lengths, measures)] = 1
         numbers[2 + len(lengths) + _shortest(lengths, measures, SPARE)] = 1

@@ -167,7 +167,7 @@ class WindowCapture(CaptureStrategy):
             self._schedules,
             self._schedule,
             self._alike,
-            lambda: statement(self._lengths, self._durations.measures),
+            lambda: statement(len(self._schedules), self._lengths, self._durations.measures),
         )
 
     def count(self, counts: Mapping[UnitKey, int], assigned: Mapping[int, int]) -> None:

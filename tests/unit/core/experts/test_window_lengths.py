@@ -34,7 +34,7 @@ def measures(host: int = 0, network: int = 0, step_s: float = 1.0) -> Measures:
 
 def agreed(*ranks: Measures, current: int = 0) -> int:
     """Steps of the window on which ranks with these measures agree."""
-    stated = [statement(LENGTHS, one) for one in ranks]
+    stated = [statement(len(LENGTHS), LENGTHS, one) for one in ranks]
     return LENGTHS[agreed_length([sum(of) for of in zip(*stated, strict=True)], current)].steps
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,14 +46,14 @@ class Rank:
     """A rank that has measured something, and knows of windows what it has been told."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.measures = UNKNOWN
+        self.measures, self.lengths = UNKNOWN, LENGTHS
         self.known: dict[int, WindowSpan] = {}
         """Step → its window."""
         self.deciding = WindowDecisions(Seat(meeting, rank), AUTO)
         self.deciding.start(ORIGIN, SCHEDULES, first_of(SCHEDULES), [], self._state)
 
     def _state(self) -> list[int]:
-        return statement(LENGTHS, self.measures)
+        return statement(len(SCHEDULES), self.lengths, self.measures)
 
     def save(self, step: int) -> None:
         self.deciding.on_save_called(step)
@@ -118,6 +119,35 @@ def test_a_rank_without_the_others_statements_captures_no_windows_of_its_own() -
     ranks.meeting.break_up()
     assert alone.deciding.at(ORIGIN + 7, WAIT_S) is None
     ranks.close()
+
+
+def test_a_rank_that_has_no_session_keeps_the_windows_of_all_as_they_are() -> None:
+    """It has measured what a step takes, and copies nothing yet."""
+    ranks = Ranks(2)
+    without = ranks.ranks[1]
+    without.lengths = []
+    ranks.measured(hiding(22), hiding(22))
+    ranks.train(18)
+    without.lengths = LENGTHS
+    ranks.train(24)
+    ranks.close()
+    first, second = (one.known for one in ranks.ranks)
+    assert first == second
+    lengths = [first[step].steps for step in sorted(first)]
+    assert set(lengths[:18]) == {3}
+    assert lengths == sorted(lengths) and lengths[-1] == 6
+
+
+def test_a_rank_states_as_much_before_it_has_a_session_as_afterwards() -> None:
+    ranks = Ranks(1)
+    deciding = ranks.ranks[0].deciding
+    capture, told = WindowCapture(AUTO, deciding, WAIT_S), list[Callable[[], list[int]]]()
+    deciding.start = lambda *given: told.append(given[-1])  # type: ignore[method-assign]
+    capture.on_save_called(0, ORIGIN, 0.0)
+    capture.on_agreed(SimpleNamespace(schedules=SCHEDULES, alike=()), ())  # type: ignore[arg-type]
+    ranks.close()
+    (state,) = told
+    assert state() == statement(len(SCHEDULES), LENGTHS, UNKNOWN)
 
 
 # --- in a session ---------------------------------------------------------------------------------
