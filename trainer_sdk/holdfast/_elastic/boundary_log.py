@@ -53,6 +53,8 @@ class Key(msgspec.Struct, frozen=True, order=True):
     number: int
     """Number of the micro-batch, from 0. For a sum, its number in the step; for a schedule's
     tensor, its number among those from one rank to another in the step."""
+    turn: int = 0
+    """Number of the message among those of this name between the same two ranks."""
 
     def __str__(self) -> str:
         return f"{self.crossing} {self.number} of step {self.step}"

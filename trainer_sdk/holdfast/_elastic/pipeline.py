@@ -9,6 +9,7 @@ bubbles of the session, in which snapshots are copied.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -32,6 +33,9 @@ from holdfast_core.topology import Topology
 
 SCHEDULES_FROM = "2.15"
 """Oldest torch whose schedules compute the same bits when they are repeated."""
+
+MICROBATCHES_MAX = 1 << 32
+"""Number of micro-batches of a step, at most."""
 
 
 class BoundaryReplay:
@@ -123,7 +127,9 @@ class Pipeline:
 
     The topology defines the stages: rank = (stage · dp + dp index) · tp + tp index. Make a Pipeline
     on all ranks, before `holdfast.init`, and pass it to that. Within the body of a step, send and
-    receive only with its methods: nothing else may cross a stage's boundary.
+    receive only with its methods: nothing else may cross a stage's boundary. Outside of a body, do
+    not use them: what they log there belongs to no step. A micro-batch may have several tensors,
+    which are received in the order in which they were sent.
 
     Args:
         world: the world from `holdfast.elastic.init`.
@@ -179,6 +185,9 @@ class Pipeline:
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         """Rank → number of tensors that a schedule has begun to receive from it in this step."""
+        self._turns: Counter[tuple[bool, int, Crossing, int]] = Counter()
+        """(Whether this rank sends, other rank, kind, micro-batch) → number of messages in this
+        step."""
         self._on_way: list[_OnWay] = []
         """The transfers of this step."""
         self._arriving: dict[int, deque[_Arrival]] = {}
@@ -305,6 +314,7 @@ class Pipeline:
         self._step, self._sums = step, 0
         self._sent.clear()
         self._received.clear()
+        self._turns.clear()
         self._arriving.clear()
         self.log.begin(step)
 
@@ -347,8 +357,29 @@ class Pipeline:
             )
         return self.topology.rank_at(dp=at.dp, tp=at.tp, pp=at.pp + stages)
 
+    def _key(self, crossing: Crossing, number: int, rank: int, *, sends: bool) -> Key:
+        """Name the next message of micro-batch `number` to or from `rank`.
+
+        Raises:
+            InvalidJobError: `number` is not an integer from 0 on.
+        """
+        try:
+            number = operator.index(number)
+        except TypeError as error:
+            raise InvalidJobError(
+                f"micro-batches are numbered by integers, and this is {number!r}"
+            ) from error
+        if not 0 <= number < MICROBATCHES_MAX:
+            raise InvalidJobError(
+                f"micro-batches are numbered from 0 to {MICROBATCHES_MAX - 1}, and this is {number}"
+            )
+        turn = (sends, rank, crossing, number)
+        key = Key(self._step, crossing, number, self._turns[turn])
+        self._turns[turn] += 1
+        return key
+
     def _send(self, to: int, crossing: Crossing, number: int, tensor: torch.Tensor) -> None:
-        key = Key(self._step, crossing, number)
+        key = self._key(crossing, number, to, sends=True)
         if self._repeats(to, key, tensor):
             return
         self._log_sent(to, key, tensor)
@@ -359,7 +390,7 @@ class Pipeline:
     def _receive(
         self, source: int, crossing: Crossing, number: int, into: torch.Tensor
     ) -> torch.Tensor:
-        key = Key(self._step, crossing, number)
+        key = self._key(crossing, number, source, sends=False)
         if not into.is_contiguous():
             raise InvalidJobError(f"{key} is to be received into a tensor that is not contiguous")
         if self.replay is not None and self.replay.has(source):

@@ -742,9 +742,12 @@ class ElasticSession(Session):
             self._session.on_reseated(self._reseats.report(self.epoch, step), moved=False)
         if self._pipeline is not None and not keeps_log:
             self._pipeline.log.restart(step)
+        # Steps after it are taken again, and what they send is needed until a later line.
+        self._protected = min(self._protected, step)
 
     def _note_protected(self, handle: SaveHandle, protected: Future[int]) -> None:
-        if protected.exception() is None:
+        # A step after the one that this process has gone back to is taken again.
+        if protected.exception() is None and handle._first <= (self._held.step or 0):
             self._protected = max(self._protected, handle._first)
 
     def _rebalance(self, step: int) -> bool:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,9 +19,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast._elastic import message_copies
-from holdfast._elastic.boundary_log import EVERYONE, BoundaryLog, Crossing, Key
+from holdfast._elastic.boundary_log import (
+    EVERYONE,
+    BoundaryLog,
+    Crossing,
+    Key,
+    decode_part,
+    encode_part,
+)
 from holdfast._elastic.message_copies import Copied, SideCopies, bytes_of
-from holdfast._elastic.pipeline import SCHEDULES_FROM, BoundaryReplay, Pipeline
+from holdfast._elastic.pipeline import (
+    MICROBATCHES_MAX,
+    SCHEDULES_FROM,
+    BoundaryReplay,
+    Pipeline,
+)
 from holdfast._elastic.stage_group import StageGroup
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.snapshots import Full, PartialExperts, Policy, Selective, SparseWindows
@@ -107,6 +120,31 @@ def test_there_is_nothing_beyond_the_ends() -> None:
 def test_a_tensor_to_receive_into_is_contiguous() -> None:
     with pytest.raises(InvalidJobError, match="that is not contiguous"):
         make(0).receive_gradient(0, torch.zeros(2, 3).T)
+
+
+@pytest.mark.parametrize("number", [1.5, "0", None, -1, MICROBATCHES_MAX])
+def test_micro_batches_have_numbers(number: Any) -> None:
+    with pytest.raises(InvalidJobError, match="micro-batches are numbered"):
+        make(0).receive_gradient(number, torch.zeros(1))
+
+
+def test_tensors_of_one_micro_batch_are_told_apart_by_their_order() -> None:
+    """As in a model that passes a mask on beside what it has computed."""
+    sender, again = make(0), make(1)
+    sender.world.send = lambda flat, to: None  # type: ignore[method-assign]
+    sender.begin(1)
+    sent: list[Any] = [np.int64(0), 1, torch.tensor(0), 0]
+    for number in sent:
+        value = float(len(sender.log.part_for([1], after=0, to=1).sent))
+        sender.send_activation(number, torch.full((2,), value))
+    sender.complete(1)
+    part = decode_part(encode_part(sender.log.part_for([1], after=0, to=1)))
+    again.replay = BoundaryReplay(PLAN, {0: part})
+    again.begin(1)
+    wanted: list[Any] = [0, 0, 1, np.int8(0)]
+    given = [again.receive_activation(number, torch.zeros(2)) for number in wanted]
+    assert [tensor[0].item() for tensor in given] == [0.0, 2.0, 1.0, 3.0]
+    assert again.end_replay() == ""
 
 
 def test_a_session_is_for_the_stages_of_its_pipeline() -> None:
