@@ -22,6 +22,7 @@ from holdfast_core.durable.rank_files import (
 )
 from holdfast_core.durable.sets import (
     LATEST_FILE,
+    MANIFEST_BYTES_MAX,
     MANIFEST_FILE,
     StoredSet,
     checked_files,
@@ -32,7 +33,7 @@ from holdfast_core.durable.sets import (
     set_name,
 )
 from holdfast_core.durable.sparse_files import BaseSet, RankPlan, compose, plan_rank
-from holdfast_core.errors import CorruptError, StorageError
+from holdfast_core.errors import CorruptError, InvalidJobError, StorageError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import decode_layout, decode_manifest, piece_count
 from holdfast_core.snapshots.manifests import Manifest
@@ -177,6 +178,7 @@ class SetStore:
         Raises:
             CorruptError: a file is missing or not as described; the set stays incomplete.
             StorageError: the storage failed, or the set is complete with other files.
+            InvalidJobError: the set names so many experts that nobody would read its manifest.
         """
         ordered = checked_files(files, generation)
         directory = self._directory(generation)
@@ -195,8 +197,16 @@ class SetStore:
             created=self._wall(),
             files=ordered,
         )
+        encoded = encode_set(stored)
+        if len(encoded) > MANIFEST_BYTES_MAX:
+            named = sum(len(file.units) for file in ordered)
+            raise InvalidJobError(
+                f"the manifest of generation {generation} of {self.job} would have {len(encoded)} "
+                f"bytes for {named} experts of all ranks, more than the {MANIFEST_BYTES_MAX} that "
+                f"are read: leave persistence.experts out, or spread the experts over more ranks"
+            )
         mark(self._root, self.job)
-        if not self._root.create(self._manifest_path(generation), encode_set(stored)):
+        if not self._root.create(self._manifest_path(generation), encoded):
             self._check_same(generation, stored)
         self._point_to(generation)
 

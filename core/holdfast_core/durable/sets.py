@@ -29,7 +29,8 @@ MANIFEST_FILE = "manifest.json"
 LATEST_FILE = "latest.json"
 
 MANIFEST_BYTES_MAX = 64 * 1024 * 1024
-"""Largest manifest that is read; one of 100,000 ranks is smaller."""
+"""Largest manifest that is written and read. That of 100,000 ranks is smaller, unless it names the
+sets of their experts."""
 
 FILE_BYTES_MAX = 1 << 50
 

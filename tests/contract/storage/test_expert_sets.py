@@ -13,11 +13,12 @@ from stored_snapshots import JOB
 from tiers import TierUnderTest
 
 from holdfast_core.durable.choice import MARK_FILE
-from holdfast_core.durable.sets import set_name
-from holdfast_core.errors import CorruptError, StorageError
+from holdfast_core.durable.sets import encode_set, set_name
+from holdfast_core.errors import CorruptError, InvalidJobError, StorageError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.manifests import Manifest
 from holdfast_core.snapshots.stored import RankFile
+from holdfast_storage import finding, sets
 from holdfast_storage.sets import SetStore
 from holdfast_storage.whole_sets import WholeSet
 
@@ -99,6 +100,19 @@ def test_a_copy_holds_one_expert_of_a_layer_and_names_the_others(tier: TierUnder
         payload = sum(file.bytes - file.header_bytes for file in files)
         assert payload == whole - 3 * 2 * PIECE
     assert [s.generation for s in store.complete()] == [THIRD, SECOND, FIRST]
+    check(store)
+
+
+def test_a_set_whose_manifest_nobody_would_read_is_not_complete(
+    tier: TierUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tier.store()
+    persist(store, FIRST, dict.fromkeys(UNITS, FIRST), None)
+    for module in (sets, finding):
+        monkeypatch.setattr(module, "MANIFEST_BYTES_MAX", len(encode_set(store.complete()[0])))
+    with pytest.raises(InvalidJobError, match=r"leave persistence\.experts out"):
+        persist(store, Generation(10, 20), dict.fromkeys(UNITS, Generation(10, 20)), FIRST)
+    assert [s.generation for s in store.complete()] == [FIRST]
     check(store)
 
 
