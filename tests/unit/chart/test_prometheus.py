@@ -308,6 +308,7 @@ def test_a_job_that_stays_short_is_reported_after_half_an_hour(
         ("_x20 1x200", "_x220", "22m", True),
         ("_x20 1x200", "_x220", "70m", False),
         ("1x60 stale", "_x60 1x140", "65m", False),  # another replica leads since
+        ("1x60 stale", "_x68 1x140", "95m", False),  # and after a while without any
     ],
 )
 def test_a_job_that_fails_is_reported_by_its_name_and_not_for_ever(
