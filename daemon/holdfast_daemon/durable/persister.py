@@ -76,7 +76,7 @@ class Persister:
         Args:
             open_store: opens the job's store below the tier's URI.
             executor: threads that are used for nothing else.
-            allowance: limit of bandwidth that the daemon's jobs share.
+            allowance: limit of the job's bandwidth; by default, one that nobody has used.
         """
         self.executor = executor
         self._storage = storage

@@ -1,5 +1,5 @@
-"""A daemon's access to the durable tier: threads for each job, a limit of bandwidth that all jobs
-share, and an orderly end."""
+"""A daemon's access to the durable tier: threads and a limit of bandwidth for each job, and an
+orderly end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from holdfast_daemon.durable.persister import Persister
 from holdfast_daemon.durable.stored_sets import TierSets
 from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.job_threads import JobThreads
-from holdfast_daemon.limits.allowance import Allowance
 from holdfast_daemon.memory.job_bytes import JobBytes
 from holdfast_daemon.settings import DaemonSettings
 from holdfast_storage.sets import SetStore
@@ -27,7 +26,6 @@ class DurableTier:
     def __init__(self, threads: int, access: TierAccess) -> None:
         self._tier_access = access
         self._threads = JobThreads(threads, "persist")
-        self._allowance = Allowance()
 
     @classmethod
     def of(cls, settings: DaemonSettings) -> DurableTier:
@@ -40,7 +38,6 @@ class DurableTier:
             storage,
             open_store=lambda uri: SetStore(uri, job, root=self._tier_access.root(uri, job)),
             executor=self._threads.of(job),
-            allowance=self._allowance,
         )
 
     def open_sets(self, uri: str, job: str) -> TierSets:

@@ -1,4 +1,5 @@
-"""A limit of bytes per second that several threads share."""
+"""A limit of bytes per second that several threads share. Limits of different jobs are different
+allowances: where one is low, the debt of its callers would hold up all others."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Callable
 
 
 class Allowance:
-    """Bytes per second, shared by all callers. Thread-safe."""
+    """Bytes per second, shared by all callers, which name the same rate. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -178,7 +178,7 @@ class JobStorage:
                 existing = self._arenas.get((rank, layout_id(layout)))
                 needed = self._blocks.missing_bytes(parity_lanes, parity_bytes)
             chosen = self._choose_slots(
-                slots, ranks, decoded, PARITY_SLOTS * len(parity_lanes) * parity_bytes
+                rank, slots, ranks, decoded, PARITY_SLOTS * len(parity_lanes) * parity_bytes
             )
             needed += 0 if existing else decoded.arena_bytes(chosen)
             self._check_left(rank)
@@ -435,17 +435,30 @@ class JobStorage:
             )
 
     def _choose_slots(
-        self, choices: tuple[int, ...], ranks: int, layout: Layout, parity_bytes: int
+        self, rank: int, choices: tuple[int, ...], ranks: int, layout: Layout, parity_bytes: int
     ) -> int:
         others = self._node.budget.reserved_bytes - self.reserved_bytes
         room_bytes = self._node.budget.total_bytes - others
+        if self._quota_bytes:
+            room_bytes = min(room_bytes, self._quota_bytes)
         return slots_within(
             choices,
-            min(room_bytes, self._quota_bytes) if self._quota_bytes else room_bytes,
+            room_bytes - self._staying_bytes(rank, layout),
             slot_bytes=max(layout.largest_slot_bytes, layout.slot_bytes),
             parity_bytes=parity_bytes + layout.mirror_bytes,
             ranks=ranks,
         )
+
+    def _staying_bytes(self, rank: int, layout: Layout) -> int:
+        """Memory of arenas that an arena of `rank` for `layout` does not replace at once: those of
+        other worlds, and those of the rank for other layouts."""
+        with self._lock:
+            return sum(
+                arena.nbytes
+                for arena in self._arenas.values()
+                if arena.layout.since != layout.since
+                or (arena.rank == rank and arena.layout != layout)
+            )
 
     def _check_quota(self, needed: int, rank: int) -> None:
         """Refuse memory beyond the quota; memory already held stays, even beyond a quota that was

@@ -65,6 +65,7 @@ class JobTraffic:
 
     def __init__(self, node: NodeTraffic) -> None:
         self._node = node
+        self._allowance = Allowance(node.clock)
         self._lock = threading.Lock()
         self._rate = 0.0
         self._rated_at = node.clock()
@@ -84,13 +85,14 @@ class JobTraffic:
         """Wrap `fetch` for parity of `generation`: counted and within the limits."""
         membership = scope.current()
         limits = (membership.protection_bytes_s, self._node.limit_bytes_s)
-        limit = min((each for each in limits if each), default=0)
         urgent = generation.epoch < membership.epoch
-        return PacedFetch(fetch, self, 0 if urgent else limit, scope)
+        return PacedFetch(fetch, self, (0, 0) if urgent else limits, scope)
 
-    def take(self, nbytes: int, limit: int, scope: EpochScope) -> None:
-        """Wait until `nbytes` may be read. Raises StaleEpochError when the epoch ends first."""
-        self._node.allowance.take(nbytes, limit, scope.ended.wait)
+    def take(self, nbytes: int, limits: tuple[int, int], scope: EpochScope) -> None:
+        """Wait until `nbytes` may be read, within the limit of the job and that of all jobs of the
+        node. Raises StaleEpochError when the epoch ends first."""
+        for allowance, limit in zip((self._allowance, self._node.allowance), limits, strict=True):
+            allowance.take(nbytes, limit, scope.ended.wait)
         scope.check()
 
     def count(self, nbytes: int) -> None:
@@ -110,11 +112,12 @@ class JobTraffic:
 
 @dataclass(frozen=True, slots=True)
 class PacedFetch:
-    """The bytes of a parity group, counted and within `limit` bytes a second; 0: no limit."""
+    """The bytes of a parity group, counted and within the limits of the job and of the node, in
+    bytes a second; 0: no limit."""
 
     fetch: GroupFetch
     traffic: JobTraffic
-    limit: int
+    limits: tuple[int, int]
     scope: EpochScope
 
     def open(self, position: int, kind: Kind, offset: int, nbytes: int, row: int = 0) -> Stream:
@@ -126,7 +129,7 @@ class PacedFetch:
         return self._paced(self.fetch.open_change(position, base, offset, nbytes, piece_bytes))
 
     def _paced(self, stream: Stream) -> Stream:
-        return PacedStream(stream, self.traffic, self.limit, self.scope)
+        return PacedStream(stream, self.traffic, self.limits, self.scope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +139,14 @@ class PacedStream:
 
     stream: Stream
     traffic: JobTraffic
-    limit: int
+    limits: tuple[int, int]
     scope: EpochScope
 
     def read_into(self, view: memoryview) -> None:
-        size = PART_BYTES if self.limit else max(len(view), 1)
+        size = PART_BYTES if any(self.limits) else max(len(view), 1)
         for at in range(0, len(view), size):
             part = view[at : at + size]
-            self.traffic.take(len(part), self.limit, self.scope)
+            self.traffic.take(len(part), self.limits, self.scope)
             self.stream.read_into(part)
             self.traffic.count(len(part))
 

@@ -21,6 +21,8 @@ from small_jobs import (
 from holdfast_core.errors import CorruptError, MemoryBudgetError, StorageError
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import (
+    decode_layout,
+    encode_layout,
     encode_manifest,
     layout_id,
 )
@@ -146,6 +148,23 @@ def test_a_drop_that_fails_is_repeated(root: Path, monkeypatch: pytest.MonkeyPat
         job.drop()
         job.drop()
         assert (node.reserved_bytes, held_bytes(root), node.jobs()) == (0, 0, [])
+
+
+@pytest.mark.parametrize("since", [0, 5])
+def test_as_many_slots_are_chosen_as_fit_beside_arenas_that_stay(root: Path, since: int) -> None:
+    """The arena of an earlier world, or of an earlier layout, holds what may still be needed."""
+    slot, later = 3 * PIECE, encode_layout(replace(decode_layout(layout_of(0, PIECE)), since=since))
+    with opened(root, budget=3 * slot + 2 * PIECE) as (job, _, node):
+        assert job.allocate(0, LAYOUT).slots == 3
+        assert job.allocate(0, later).slots == 2
+        assert node.reserved_bytes == 3 * slot + 2 * PIECE
+
+
+def test_arenas_of_one_world_share_the_room(root: Path) -> None:
+    slot = 3 * PIECE
+    with opened(root, budget=6 * slot) as (job, _, _):
+        assert job.allocate(0, LAYOUT, ranks=2).slots == 3
+        assert job.allocate(1, layout_of(1), ranks=2).slots == 3
 
 
 def test_bytes_are_located_only_while_they_are_sealed(root: Path) -> None:

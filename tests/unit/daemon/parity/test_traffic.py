@@ -113,6 +113,15 @@ def test_jobs_of_a_node_share_its_limit() -> None:
     assert world.seconds_for(MIB, NEW) == pytest.approx(1.0), "the other job's bytes come first"
 
 
+def test_a_job_with_a_low_limit_holds_up_no_other_job() -> None:
+    world = World(limit=MIB, of_node=64 * MIB)
+    world.seconds_for(4 * MIB, NEW)
+    other = World(of_node=64 * MIB, now=world.now)
+    other.node, other.job = world.node, world.node.of_job()
+    assert other.seconds_for(PART_BYTES, NEW) < 0.01
+    assert world.seconds_for(PART_BYTES, NEW) == pytest.approx(PART_BYTES / MIB)
+
+
 def test_a_fetch_that_waits_for_its_turn_ends_with_the_epoch() -> None:
     world = World(limit=MIB)
     world.ended.since = world.now + 2.0
