@@ -28,6 +28,7 @@ from holdfast_daemon.engine.effects import (
     ParityVerified,
     RankPersisted,
     Rebuilt,
+    RemoveArena,
     SendSuspect,
     SetCommitted,
     SlotSealed,
@@ -110,6 +111,8 @@ def _arena_ready(memory: JobMemory, event: ArenaReady, at: Times) -> None:
     key = (event.rank, event.layout_id)
     arena = memory.arenas.get(key)
     if arena is None:
+        if event.error is None:  # It was removed while this allocation waited, and is there again.
+            memory.out.append(RemoveArena(rank=event.rank, layout_id=event.layout_id))
         return
     session = memory.rank(event.rank).session
     mine = session is not None and session.layout_id == event.layout_id
