@@ -59,11 +59,11 @@ class HeldJobTraffic(JobTraffic):
         super().__init__(node)
         self._exchange = node.exchange
 
-    def take(self, nbytes: int, limit: int, scope: EpochScope) -> None:
+    def take(self, nbytes: int, limits: tuple[int, int], scope: EpochScope) -> None:
         until = time.monotonic() + HELD_S_MAX
         while self._exchange.under_way and time.monotonic() < until:
             scope.ended.wait(LOOK_S)
-        super().take(nbytes, limit, scope)
+        super().take(nbytes, limits, scope)
 
 
 class HeldNode(Node):

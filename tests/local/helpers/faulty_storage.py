@@ -95,7 +95,6 @@ class FaultyTier(DurableTier):
             storage,
             open_store=lambda uri: SetStore(uri, job, root=self.open(uri)),
             executor=self._threads.of(job),
-            allowance=self._allowance,
         )
 
     def open(self, uri: str) -> TierRoot:
