@@ -39,7 +39,7 @@ def mirrored_by(
     group: ParityGroup | None,
     sources: Sequence[TensorSource],
     masters: Mapping[str, str],
-    extras_bytes: int,
+    extras_room: int,
 ) -> Mirrored:
     """Choose the pieces that the parity of this rank's node needs from other ranks, and that hold
     nothing but tensors of which this rank has replicas.
@@ -49,7 +49,8 @@ def mirrored_by(
         group: ranks that protect each other; None if there are none.
         sources: live tensors that this rank may capture.
         masters: see `layout_of`.
-        extras_bytes: bytes of this rank's extras; those of other ranks are about as long.
+        extras_room: bytes that this rank's layout has for extras; other ranks have about as much,
+            and need about as much.
     """
     if group is None or plan.rank not in group.ranks:
         return NOTHING_MIRRORED
@@ -63,7 +64,7 @@ def mirrored_by(
     layouts = {rank: _layout_of_peer(plan, rank, table, masters) for rank, table in tables.items()}
     guess = layouts[plan.rank].extras_offset
     payloads = {
-        i: (layouts[rank].extras_offset if rank in layouts else guess) + extras_bytes
+        i: (layouts[rank].extras_offset if rank in layouts else guess) + extras_room
         for i, rank in enumerate(group.ranks)
     }
     position = group.ranks.index(plan.rank)

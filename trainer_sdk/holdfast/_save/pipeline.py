@@ -327,7 +327,9 @@ class SavePipeline:
         shards = own_shards(plan, table)
         layout = layout_of(plan, table, shards, extras_bytes, sources, masters)
         layout = self.strategy.shape(layout, sources)
-        mirrored = self._choose_mirrored(task, tensors, plan)
+        # By their room: runs that followed the length of the extras would need another arena.
+        room = old.extras_capacity if fits and old is not None else layout.extras_capacity
+        mirrored = self._choose_mirrored(room, tensors, plan)
         layout = replace(layout, mirror=mirrored.runs)
         if fits and old is not None and same_places(old, layout):
             layout = replace(old, largest_slot_bytes=0, since=0)  # Only addresses have changed.
@@ -352,12 +354,12 @@ class SavePipeline:
         self._casts.on_session_opened(layout, sources)
         self._changed = False
 
-    def _choose_mirrored(self, task: Task, tensors: Tensors, plan: BasePlan) -> Mirrored:
+    def _choose_mirrored(self, extras_room: int, tensors: Tensors, plan: BasePlan) -> Mirrored:
         """Choose the pieces of other ranks that saves copy as well."""
         if not plan.peer_tables:
             return NOTHING_MIRRORED
         group = self._link.parity_group()
-        return mirrored_by(plan, group, tensors.captured, self._casts.masters, task.extras_bytes)
+        return mirrored_by(plan, group, tensors.captured, self._casts.masters, extras_room)
 
     # --- grant ------------------------------------------------------------------------------------
 

@@ -34,17 +34,39 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, frozen: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.frozen = nn.Parameter(torch.ones(1000), requires_grad=False)
+        self.frozen = nn.Parameter(torch.ones(frozen), requires_grad=False)
         self.moe = Experts()
 
 
-def save_twice(rank: int, home: Path, topology: holdfast.Topology) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{home}/store", rank=rank, world_size=RANKS)
+class Notes:
+    """State beside the model whose size a test gives."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._text = "x" * nbytes
+
+    def state_dict(self) -> dict[str, str]:
+        return {"text": self._text}
+
+    def load_state_dict(self, state: dict[str, str]) -> None: ...
+
+
+def save_twice(
+    rank: int,
+    home: Path,
+    topology: holdfast.Topology,
+    restored: int | None = None,
+    notes: int = 0,
+    frozen: int = 1000,
+) -> None:
+    """Save two steps in a new process, which restores step `restored`."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{home}/store-{restored}", rank=rank, world_size=RANKS
+    )
     torch.manual_seed(0)
-    model = Model()
+    model = Model(frozen)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -56,12 +78,13 @@ def save_twice(rank: int, home: Path, topology: holdfast.Topology) -> None:
         model=model,
         optimizer=optimizer,
         topology=topology,
+        stateful={"notes": Notes(notes)},
         daemon=daemon,
         settings=holdfast.Settings(mirror_replicas=True, start_wait_s=60),
     )
-    assert session.restore() is None
+    assert session.restore() == restored
     session.prepare()
-    for step in (1, 2):
+    for step in ((restored or 0) + 1, (restored or 0) + 2):
         handle = session.save(step)
         handle.committed.result(60)  # training has not asked for its tensors: the mirror is whole
         optimizer.step()
@@ -111,6 +134,21 @@ def test_replicas_mirror_what_parity_needs_and_the_owners_manifests_prove_it(
         assert right == mirrored
         # All but the pieces in which extras begin, at the end of the others' payloads.
         assert needed - (RANKS - 1) <= mirrored <= needed
+
+
+def test_a_rank_that_saves_more_beside_its_tensors_keeps_its_arena(tmp_path: Path) -> None:
+    """As far as the arena has room for it: a second one may exceed the job's memory."""
+    frozen = 192_000  # The tensors of the first rank end 18 KB before the end of a piece.
+    run_ranks(save_twice, (tmp_path, TOPOLOGY, None, 0, frozen), RANKS)
+    first = [layout for layout, _, _ in arenas(tmp_path)]
+    run_ranks(save_twice, (tmp_path, TOPOLOGY, 2, 14_000, frozen), RANKS)
+    for rank, (layout, mirror, newest) in enumerate(arenas(tmp_path)):
+        assert newest.generation.step == 4
+        assert newest.extras_bytes > 14_000
+        assert layout == first[rank]
+        homes = {one.home for one in FakeDaemon(tmp_path, rank=rank).sealed().values()}
+        assert len(homes) == 1
+        assert any(mirror)
 
 
 @pytest.mark.exhaustive
