@@ -29,10 +29,11 @@ def completed(view: JobView, before: JobView | None, known: Membership | None) -
     already sent on this stream."""
     if view.membership is not None:
         return view
-    named = (view.uid, view.epoch, view.revision)
-    if known is not None and (known.uid, known.epoch, known.revision) == named:
+    said = (view.epoch, view.revision)
+    is_of_job = known is not None and not are_two_jobs(known.uid, view.uid)
+    if known is not None and is_of_job and (known.epoch, known.revision) == said:
         return replace(view, membership=known)
-    if before is None or (before.uid, before.epoch) != (view.uid, view.epoch):
+    if before is None or before.epoch != view.epoch or are_two_jobs(before.uid, view.uid):
         return view
     return replace(view, membership=before.membership)
 

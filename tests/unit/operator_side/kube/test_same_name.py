@@ -10,8 +10,11 @@ from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
 from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.kube.client.api import Object
 from holdfast_operator.kube.client.resources import JOBS
+from holdfast_operator.reconciler.observe.versions import completed
+from holdfast_operator.reconciler.observe.views import JobView
 
 EARLIER = job_resource(nprocPerNode=1, parallelism={"dp": 2})
 KEY = "{namespace}.{name}".format(**EARLIER["metadata"])
@@ -96,3 +99,19 @@ def test_memory_of_the_earlier_job_is_freed_while_the_later_one_waits() -> None:
         await cluster.until_reported(lambda: not held(cluster, "n1"))
 
     on_a_cluster(test, NODES)
+
+
+@pytest.mark.parametrize(("uid", "is_told"), [("later", True), ("", True), ("earlier", False)])
+def test_a_report_without_its_membership_is_of_the_job_that_it_names(
+    uid: str, *, is_told: bool
+) -> None:
+    """A daemon of an earlier version names none."""
+    member = Member(index=0, node="n", memory_id="m", peer_address="a:1", bulk_address="a:2")
+    ours = Membership(
+        job=KEY, uid="later", epoch=7, members=(member,), nproc_per_node=1, groups=((0,),)
+    )
+    report = JobView(uid=uid, epoch=7, revision=0)
+    told = ours if is_told else None
+    assert completed(report, None, ours).membership == told
+    before = JobView(uid="later", epoch=7, membership=ours)
+    assert completed(report, before, None).membership == told
