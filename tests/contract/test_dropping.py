@@ -1,5 +1,5 @@
 """A real daemon drops what it holds of a job: when it is told to, and when it hears of a later job
-of the same name."""
+of the same name. A defect on the way ends neither the job nor the daemon."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from holdfast_core.errors import StorageError
 from holdfast_core.snapshots.layouts import Layout, encode_layout
 from holdfast_core.snapshots.membership import Member, Membership
+from holdfast_daemon.engine.effects import Effect
 from holdfast_daemon.node import Node
 from holdfast_daemon.settings import DaemonSettings
 from holdfast_operator.control.server import ControlServer
@@ -126,6 +127,28 @@ def test_a_defect_in_one_message_does_not_cut_the_node_off(
         line.server.forget(JOB)
         line.publish("later", 1, "n0", "n1")
         await line.until(lambda: line.told == ("later", 1))
+
+    on_a_line(tmp_path / "memory", test)
+
+
+def test_a_tick_that_fails_is_not_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = 0
+
+    async def test(line: Line) -> None:
+        engine = line.node.hosts[JOB].engine
+        tick = engine.tick
+
+        def fail_first(now: float) -> list[Effect]:
+            nonlocal ticks
+            ticks += 1
+            if ticks == 1:
+                raise RuntimeError("a defect")
+            return tick(now)
+
+        monkeypatch.setattr(engine, "tick", fail_first)
+        await line.until(lambda: ticks > 2)
 
     on_a_line(tmp_path / "memory", test)
 

@@ -19,6 +19,8 @@ class Listener(control_pb2_grpc.ControlServicer):
 
     def __init__(self) -> None:
         self.times = 0
+        self.defects: list[Exception] = []
+        """What the next heartbeats fail with."""
         self._changed = asyncio.Condition()
 
     async def Connect(
@@ -44,8 +46,14 @@ def with_a_client(test: Callable[[Listener, ControlClient], Awaitable[None]]) ->
         await server.start()
         welcomed = asyncio.Event()
         beat = control_pb2.Heartbeat(protocol_version=codec.PROTOCOL_VERSION, node="n")
+
+        def heartbeat() -> control_pb2.Heartbeat:
+            if listener.defects:
+                raise listener.defects.pop()
+            return beat
+
         client = ControlClient(
-            f"127.0.0.1:{port}", heartbeat=lambda: beat, receive=lambda _: welcomed.set()
+            f"127.0.0.1:{port}", heartbeat=heartbeat, receive=lambda _: welcomed.set()
         )
         client.start()
         try:
@@ -66,6 +74,17 @@ def test_evidence_does_not_wait_until_a_heartbeat_is_due() -> None:
         for heartbeats in range(3, 6):
             client.wake()
             await listener.until_received(heartbeats)
+
+    with_a_client(test)
+
+
+def test_a_heartbeat_that_fails_is_sent_on_the_next_stream() -> None:
+    async def test(listener: Listener, client: ControlClient) -> None:
+        listener.defects.append(RuntimeError("a defect"))
+        client.wake()
+        await listener.until_received(3)
+        client.wake()
+        await listener.until_received(4)
 
     with_a_client(test)
 

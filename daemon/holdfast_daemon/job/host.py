@@ -238,13 +238,15 @@ class JobHost:
     def _tick(self) -> None:
         if self.dropped:
             return
-        self._check_arenas()
-        for arena in self.engine.adopted_claims:
-            if self._claim_is_free(arena.rank, arena.layout_id):
-                self.carry_out(self.engine.claim_ended(arena, self.now))
-        self.carry_out(self.engine.tick(self.now))
-        pause = IDLE_TICK_S if self.engine.settled else TICK_S
-        self._timer = self._loop.call_later(until_next(pause, self._loop.time()), self._tick)
+        try:
+            self._check_arenas()
+            for arena in self.engine.adopted_claims:
+                if self._claim_is_free(arena.rank, arena.layout_id):
+                    self.carry_out(self.engine.claim_ended(arena, self.now))
+            self.carry_out(self.engine.tick(self.now))
+        finally:  # a tick that fails is not the last one
+            pause = IDLE_TICK_S if self.engine.settled else TICK_S
+            self._timer = self._loop.call_later(until_next(pause, self._loop.time()), self._tick)
 
     def _claim_is_free(self, rank: int, layout_id: str) -> bool:
         return claim_is_free(self.storage.arena(rank, layout_id).path)

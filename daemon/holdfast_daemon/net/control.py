@@ -102,8 +102,13 @@ class ControlClient:
     ) -> AsyncIterator[control_pb2.Heartbeat]:
         while True:
             self._urgent.clear()
-            heartbeat = self._heartbeat()
-            _leave_out_known(heartbeat, known)
+            try:
+                heartbeat = self._heartbeat()
+                _leave_out_known(heartbeat, known)
+            except Exception:
+                # gRPC would cancel the task that reads this stream, and with it the connection.
+                _log.exception("heartbeat_failed")
+                return
             yield heartbeat
             with suppress(TimeoutError):
                 now = asyncio.get_running_loop().time()
