@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import grpc.aio
+import pytest
 
+from holdfast_daemon.net import control
 from holdfast_daemon.net.control import ControlClient
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
+from holdfast_protos.connections.identity import aio_channel
 
 WAIT_S = 30.0
 NEVER_S = 1e9
@@ -86,6 +90,23 @@ def test_a_heartbeat_that_fails_is_sent_on_the_next_stream() -> None:
         client.wake()
         await listener.until_received(4)
 
+    with_a_client(test)
+
+
+def test_a_connection_that_cannot_be_made_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries, connect = 0, aio_channel
+
+    def fail_first(*given: Any) -> grpc.aio.Channel:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise OSError("no certificate")
+        return connect(*given)
+
+    async def test(listener: Listener, client: ControlClient) -> None:
+        assert tries == 2
+
+    monkeypatch.setattr(control, "aio_channel", fail_first)
     with_a_client(test)
 
 

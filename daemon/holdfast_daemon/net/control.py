@@ -76,6 +76,8 @@ class ControlClient:
                 self._complaints.warning(
                     "control_unreachable", cause=error.code().name, address=self._address
                 )
+            except Exception:
+                _log.exception("control_failed")
             self.connected = False
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RECONNECT_S_MAX)
