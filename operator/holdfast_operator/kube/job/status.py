@@ -162,12 +162,19 @@ def refusal_status(resource: Object, reason: str, message: str, now: str) -> Obj
     previous = resource.get("status") or {}
     generation = resource["metadata"].get("generation", 0)
     refusal = refused(reason, message)
+    # Nobody observes any more whether it is at work.
+    kept = {each["type"]: each.get("status") for each in previous.get("conditions") or []}
+    unknown = [
+        Condition(type=kind, status=None, reason=reason, message=message)
+        for kind in (ConditionType.RUNNING, ConditionType.RECOVERING)
+        if kept.get(kind) in ("True", "Unknown")
+    ]
     found = _document(
         JobStatus(
             phase=phase_of(refusal),
             problem=message[:PROBLEM_CHARACTERS_MAX],
             observed_generation=generation,
-            conditions=conditions_of(refusal, generation, previous, now),
+            conditions=conditions_of((*refusal, *unknown), generation, previous, now),
         )
     )
     names = {each["type"] for each in found["conditions"]}

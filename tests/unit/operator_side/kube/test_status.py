@@ -215,6 +215,28 @@ def test_the_status_of_a_refused_job_has_the_reason_and_keeps_earlier_fields() -
     assert found["observedGeneration"] == 3
 
 
+@pytest.mark.parametrize("kind", ["Running", "Recovering"])
+def test_whether_a_refused_job_is_at_work_is_not_known(kind: str) -> None:
+    resource = job_resource()
+    known = [
+        {"type": kind, "status": "True", "reason": "A", "lastTransitionTime": "t0"},
+        {"type": "Protected", "status": "True", "reason": "B", "lastTransitionTime": "t0"},
+        {"type": "Suspended", "status": "False", "reason": "C", "lastTransitionTime": "t0"},
+    ]
+    resource["status"] = {"phase": kind, "conditions": known}
+    found = refusal_status(resource, "InvalidSpec", "no image", "t1")
+    listed = {c["type"]: (c["status"], c["lastTransitionTime"]) for c in found["conditions"]}
+    assert found["phase"] == "Waiting"
+    assert listed == {
+        "Scheduled": ("False", "t1"),
+        kind: ("Unknown", "t1"),
+        "Protected": ("True", "t0"),
+        "Suspended": ("False", "t0"),
+    }
+    again = refusal_status({**resource, "status": found}, "InvalidSpec", "no image", "t2")
+    assert again == found, "nothing is written again"
+
+
 def test_the_essence_of_a_status_changes_with_a_lost_rank_and_not_with_steps() -> None:
     world = running()
     before = status(world)
