@@ -285,7 +285,6 @@ class OperatorReplica:
             clocks=ClockPair(now=clock(), wall=time.time()),
             locations=self._options.storage_locations,
             queues=Queues(
-                api=self._api,
                 workloads=self._workloads,
                 are_known=partial(_are_synced, self._workload_watches),
             )

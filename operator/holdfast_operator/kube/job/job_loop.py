@@ -110,9 +110,11 @@ class JobLoop:
             count=lambda result: world.metrics.add("status_writes", result=result),
         )
         self._acting = ActionExecutor(world, _attempts(status))
-        self._queue = JobQueue(world.queues)
+        self._queue = JobQueue(world.api, world.queues)
         self._suspension: Suspension | None = None
         """Why the job's queue keeps it from running."""
+        self._unread: Refusal | None = None
+        """Why the decision of its queue could not be read in the last turn."""
         self.looked_at = world.clock()
         self.has_looked = False
         """Whether a turn has succeeded, so that the job's requirements are known."""
@@ -205,8 +207,7 @@ class JobLoop:
         if self._job is None:  # no version of it could ever be read
             assert self._refusal is not None
             return await self._refuse(self._refusal)
-        ended = self._state.outcome is not None
-        refusal = self._queue.refusal(self._job, ended=ended)
+        refusal = self._queue.refusal(self._job, self._state, self._pods())
         if refusal is not None:
             return await self._refuse(refusal)
         return await self._look(self._job)
@@ -265,14 +266,22 @@ class JobLoop:
         event = Event(reason=refusal.reason, message=refusal.message, warning=True)
         self._world.recorder.post(self._resource, event)
 
+    def _note_unread(self, unread: Refusal | None) -> None:
+        """Report once that the job runs on without its queue."""
+        if unread is not None and unread != self._unread:
+            message = f"{unread.message}; until then the job runs on with the quota that it has"
+            self._report(Refusal(reason=unread.reason, message=message))
+        self._unread = unread
+
     # --- a turn -------------------------------------------------------------------------------
 
     async def _look(self, asked: MoETrainingJob) -> float:
         # Observe: the queue's decision, then pods, nodes and heartbeats.
         ended = self._state.outcome is not None
-        queue = await self._queue.read_decision(asked, ended=ended)
+        queue = await self._queue.read_decision(asked, self._pods(), ended=ended)
         job, wants = queue.job, queue.wants
         self.wants, self._suspension = wants, queue.suspension
+        self._note_unread(queue.unread)
         world, now = self._world, self._world.clock()
         began_s = world.worked_s()
         before = self._state

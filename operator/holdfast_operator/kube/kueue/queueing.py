@@ -13,6 +13,7 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, KubeApi, Object
 from holdfast_operator.kube.client.resources import (
+    PODS,
     PRIORITIES,
     RESOURCE_FLAVORS,
     WORKLOAD_PRIORITIES,
@@ -28,6 +29,7 @@ from holdfast_operator.kube.kueue.workloads import (
     KueueWorkload,
     WriteStatus,
     admitted_job,
+    job_of_pod,
     kueue_priority,
     next_write,
     priority_of,
@@ -37,9 +39,11 @@ from holdfast_operator.kube.kueue.workloads import (
 )
 from holdfast_operator.kube.pods.pods import TrainerPod
 from holdfast_operator.reconciler.observe.lookups import agent_at
+from holdfast_operator.reconciler.observe.remembered import was_placed
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
     ClusterView,
+    ControlState,
     Decision,
     Event,
     Refusal,
@@ -51,7 +55,6 @@ from holdfast_operator.reconciler.observe.views import (
 class Queues:
     """Kueue's objects, which all control loops share."""
 
-    api: KubeApi
     workloads: Cache[KueueWorkload]
     """The watch's copy of the Workloads of jobs."""
     are_known: Callable[[], bool]
@@ -66,21 +69,36 @@ class QueueDecision:
     """The job, with what its admission adds to the pods."""
     wants: Wants
     suspension: Suspension | None
+    unread: Refusal | None = None
+    """Why it could not be read: then the job runs on with the quota that it has."""
 
 
 class JobQueue:
-    """The Workload of one job."""
+    """The Workload of one job.
 
-    def __init__(self, queues: Queues | None) -> None:
-        self._queues = queues
+    Args:
+        queues: None where the operator works without Kueue.
+    """
+
+    def __init__(self, api: KubeApi, queues: Queues | None) -> None:
+        self._api, self._queues = api, queues
         self._decision: tuple[MoETrainingJob, object, QueueDecision] | None = None
         """The last job and admission, and what follows from them: flavors are read once."""
+        self._pod: Object | None = None
+        """A pod of the job, read in place of a Workload that could not be."""
 
-    def refusal(self, job: MoETrainingJob, *, ended: bool) -> Refusal | None:
-        """Why a queued job cannot be carried out; None when it can."""
-        if job.kueue_queue is None or job.spec.suspend or ended:
-            return None
-        if self._queues is not None and self._queues.are_known():
+    def refusal(
+        self, job: MoETrainingJob, state: ControlState, pods: Sequence[TrainerPod]
+    ) -> Refusal | None:
+        """Why a queued job cannot be carried out; None when it can. A job that runs has its quota:
+        it is recovered though its Workload cannot be read."""
+        runs = was_placed(state) and not state.suspended and bool(pods or self._pod)
+        return None if runs else self._unread(job, ended=state.outcome is not None)
+
+    def _unread(self, job: MoETrainingJob, *, ended: bool) -> Refusal | None:
+        """Why the decision of the job's queue cannot be read; None when it can, or no queue has to
+        decide."""
+        if job.kueue_queue is None or job.spec.suspend or ended or self._are_known():
             return None
         asks = f"the job asks for Kueue's queue {job.kueue_queue}"
         if self._queues is None:
@@ -90,15 +108,20 @@ class JobQueue:
         message = f"{asks}, and no Workload of {version} can be read: install Kueue"
         return Refusal(reason="KueueUnknown", message=message)
 
-    async def read_decision(self, job: MoETrainingJob, *, ended: bool) -> QueueDecision:
-        """Read what the queue has decided.
+    async def read_decision(
+        self, job: MoETrainingJob, pods: Sequence[TrainerPod], *, ended: bool
+    ) -> QueueDecision:
+        """Read what the queue has decided. The job is one without a `refusal`.
 
         Args:
             ended: whether the job has an outcome: then no queue keeps it any more.
 
         Raises:
-            ApiError: when a flavor cannot be read.
+            ApiError: when a flavor cannot be read, or the pod that is read without its Workload.
         """
+        unread = self._unread(job, ended=ended)
+        if unread is not None:
+            return await self._as_before(job, pods, unread)
         workload, suspension = None, None
         if job.kueue_queue is not None and not job.spec.suspend and not ended:
             workload = self._workload(job)
@@ -126,7 +149,7 @@ class JobQueue:
         Args:
             pending: number of pods that are still to be created.
         """
-        if self._queues is None:
+        if self._queues is None or not self._queues.are_known():
             return []
         workload, state = self._workload(job), decision.state
         members = () if state.membership is None else state.membership.members
@@ -140,12 +163,15 @@ class JobQueue:
             now=now,
         )
         try:
-            await self._write(self._queues, job, workload, job_state)
+            await self._write(self._queues.workloads, job, workload, job_state)
         except ApiError as error:
             if error.status == CONFLICT or (error.status == NOT_FOUND and workload is not None):
                 return []  # it has changed, and its watch wakes the loop
             return [Event(reason="ActionFailed", message=f"{error}; trying again", warning=True)]
         return []
+
+    def _are_known(self) -> bool:
+        return self._queues is not None and self._queues.are_known()
 
     def _workload(self, job: MoETrainingJob) -> KueueWorkload | None:
         if self._queues is None:
@@ -155,9 +181,7 @@ class JobQueue:
     async def _begin(self, job: MoETrainingJob, workload: KueueWorkload | None) -> QueueDecision:
         if workload is None:
             return QueueDecision(job=job, wants=wants_of(job), suspension=None)
-        assert self._queues is not None
-        api = self._queues.api
-        flavors = [await api.get(RESOURCE_FLAVORS, "", name) for name in workload.flavors]
+        flavors = [await self._api.get(RESOURCE_FLAVORS, "", name) for name in workload.flavors]
         try:
             admitted = admitted_job(job, workload, flavors)
         except InvalidJobError as error:
@@ -165,27 +189,41 @@ class JobQueue:
             return QueueDecision(job=job, wants=wants_of(job), suspension=suspension)
         return QueueDecision(job=admitted, wants=wants_of(admitted), suspension=None)
 
+    async def _as_before(
+        self, job: MoETrainingJob, pods: Sequence[TrainerPod], unread: Refusal
+    ) -> QueueDecision:
+        """Have the job run on with what an earlier admission has added to its newest pod."""
+        if self._pod is None:
+            newest = max(pods, key=lambda pod: pod.attempt)
+            self._pod = await self._api.get(PODS, newest.namespace, newest.name)
+        admitted = job_of_pod(job, self._pod)
+        return QueueDecision(job=admitted, wants=wants_of(admitted), suspension=None, unread=unread)
+
     async def _write(
-        self, queues: Queues, job: MoETrainingJob, workload: KueueWorkload | None, state: JobState
+        self,
+        workloads: Cache[KueueWorkload],
+        job: MoETrainingJob,
+        workload: KueueWorkload | None,
+        state: JobState,
     ) -> None:
         namespace, name = job.metadata.namespace, workload_name(job)
         match next_write(job, workload, state):
             case Create():
-                body = workload_manifest(job, await self._priority(queues, job))
-                queues.workloads.put_written(await queues.api.create(WORKLOADS, namespace, body))
+                body = workload_manifest(job, await self._priority(job))
+                workloads.put_written(await self._api.create(WORKLOADS, namespace, body))
             case Delete():
                 assert workload is not None
-                await queues.api.delete(WORKLOADS, namespace, name, uid=workload.uid)
+                await self._api.delete(WORKLOADS, namespace, name, uid=workload.uid)
             case WriteStatus(status=status):
                 assert workload is not None
                 body = {"metadata": {"resourceVersion": workload.version}, "status": status}
-                found = await queues.api.patch(WORKLOADS, namespace, name, body, "status")
-                queues.workloads.put_written(found)
+                found = await self._api.patch(WORKLOADS, namespace, name, body, "status")
+                workloads.put_written(found)
             case None:
                 pass
 
-    async def _priority(self, queues: Queues, job: MoETrainingJob) -> Object:
+    async def _priority(self, job: MoETrainingJob) -> Object:
         name = job.metadata.labels.get(PRIORITY_LABEL)
         if name is not None:
-            return kueue_priority(await queues.api.get(WORKLOAD_PRIORITIES, "", name))
-        return priority_of(job, (await queues.api.list(PRIORITIES))["items"])
+            return kueue_priority(await self._api.get(WORKLOAD_PRIORITIES, "", name))
+        return priority_of(job, (await self._api.list(PRIORITIES))["items"])

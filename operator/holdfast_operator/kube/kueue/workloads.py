@@ -24,7 +24,7 @@ import msgspec
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import KIND, MoETrainingJob
 from holdfast_operator.kube.client.api import Object
-from holdfast_operator.kube.client.resources import GROUP, WORKLOADS
+from holdfast_operator.kube.client.resources import GROUP, TOLERATION, WORKLOADS
 from holdfast_operator.kube.pods.manifests import common_labels, owner_reference, template_of
 from holdfast_operator.kube.pods.shared_objects import controller_of
 from holdfast_operator.reconciler.observe.counters import Outcome
@@ -250,6 +250,20 @@ def admitted_job(
         for update in check.get("podSetUpdates") or ():
             if update["name"] == POD_SET:
                 _add(template, update, f"the admission check {check['name']}")
+    return _with_template(job, template)
+
+
+def job_of_pod(job: MoETrainingJob, pod: Object) -> MoETrainingJob:
+    """The job with what its admission added to `pod`, as far as that decides where pods run: the
+    node selector and the tolerations. Labels and annotations may be anybody's."""
+    template, spec = deepcopy(template_of(job)), pod["spec"]
+    template["spec"]["nodeSelector"] = spec.get("nodeSelector") or {}
+    tolerations = [each for each in spec.get("tolerations") or () if each != TOLERATION]
+    template["spec"]["tolerations"] = tolerations
+    return _with_template(job, template)
+
+
+def _with_template(job: MoETrainingJob, template: Object) -> MoETrainingJob:
     trainer = msgspec.structs.replace(job.spec.trainer, template=template)
     return msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, trainer=trainer))
 

@@ -260,7 +260,6 @@ class SmallCluster:
         self.knows_workloads = True
         """Whether the operator has read the Workloads."""
         queues = Queues(
-            api=self.api,
             workloads=self.workloads,
             are_known=lambda: self.knows_workloads,
         )

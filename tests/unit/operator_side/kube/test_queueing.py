@@ -141,14 +141,88 @@ def test_a_failed_job_gives_its_quota_back_and_queues_up_again_when_a_person_res
     on_a_cluster(test, kueue=True)
 
 
-def test_an_operator_that_starts_again_leaves_an_admitted_job_running() -> None:
+async def restart_without_workloads(cluster: SmallCluster) -> None:
+    """Start the operator again, while Workloads cannot be read."""
+    await cluster.stop_operator()
+    cluster.knows_workloads = False
+    await cluster.start_operator()
+
+
+def end_pod(cluster: SmallCluster, name: str) -> None:
+    pod = cluster.api.objects[PODS.plural, "team", name]
+    metadata = {**pod["metadata"], "deletionTimestamp": "2099-01-01T00:00:00Z"}
+    cluster.api.put(PODS, {**pod, "metadata": metadata})
+
+
+def reasons(cluster: SmallCluster) -> list[str]:
+    """Reasons of the events that were posted."""
+    found = [body for (kind, _, _), body in cluster.api.objects.items() if kind == EVENTS.plural]
+    return [body["reason"] for body in found]
+
+
+def test_a_new_operator_recovers_an_admitted_job_before_it_can_read_workloads() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        await run_admitted(cluster)
+        await restart_without_workloads(cluster)
+        cluster.lose_rank(cluster.job(JOB)["status"]["members"][1]["node"], KEY)
+        await cluster.until(lambda: cluster.job(JOB)["status"]["epoch"] == 2)
+        await cluster.runs(JOB)
+        await cluster.until(lambda: "KueueUnknown" in reasons(cluster))
+        await cluster.look_again(KEY)
+        assert reasons(cluster).count("KueueUnknown") == 1
+        assert cluster.job(JOB)["status"]["recoveries"] == 1
+        cluster.knows_workloads = True
+        decide(cluster, Evicted="True")
+        await cluster.until(lambda: suspended(cluster) == ("True", "Evicted"))
+
+    on_a_cluster(test, kueue=True)
+
+
+def test_pods_that_it_makes_until_then_go_where_the_admission_has_put_the_others() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        await run_admitted(cluster)
+        await restart_without_workloads(cluster)
+        await cluster.until(lambda: "KueueUnknown" in reasons(cluster))
+        for name in cluster.api.made(PODS):
+            end_pod(cluster, name)
+        await cluster.until(lambda: cluster.api.made(PODS) == ["moe-0-2", "moe-1-2"])
+        pod = cluster.api.objects[PODS.plural, "team", "moe-1-2"]
+        assert pod["spec"]["tolerations"] == [{"key": "gpu"}, TOLERATION]
+        await cluster.runs(JOB)
+
+    on_a_cluster(test, kueue=True)
+
+
+def test_a_job_of_which_no_pod_is_left_waits_until_workloads_can_be_read() -> None:
     async def test(cluster: SmallCluster) -> None:
         await run_admitted(cluster)
         await cluster.stop_operator()
-        cluster.knows_workloads = False  # its watch has not listed them yet
+        cluster.knows_workloads = False
+        for name in cluster.api.made(PODS):
+            end_pod(cluster, name)
+        await cluster.until(lambda: not cluster.api.made(PODS))
         await cluster.start_operator()
         await cluster.until(lambda: "no Workload" in cluster.job(JOB)["status"].get("problem", ""))
-        assert cluster.api.made(PODS) == ["moe-0-1", "moe-1-1"]
+        running = conditions(cluster.job(JOB))["Running"]
+        assert (cluster.phase(JOB), running) == ("Waiting", "Unknown")
+        assert cluster.api.made(PODS) == []
+
+    on_a_cluster(test, kueue=True)
+
+
+def test_an_evicted_job_waits_while_a_new_operator_cannot_read_workloads() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        await run_admitted(cluster)
+        decide(cluster, Evicted="True")
+        await cluster.until(lambda: conditions(workload(cluster))["QuotaReserved"] == "False")
+        await restart_without_workloads(cluster)
+        admit(cluster)
+        await cluster.until(lambda: "no Workload" in cluster.job(JOB)["status"].get("problem", ""))
+        assert (cluster.phase(JOB), conditions(cluster.job(JOB))["Running"]) == ("Waiting", "False")
+        assert cluster.api.made(PODS) == []
+        cluster.knows_workloads = True
+        cluster.fleet.wake((KEY,))
+        await cluster.runs(JOB)
 
     on_a_cluster(test, kueue=True)
 

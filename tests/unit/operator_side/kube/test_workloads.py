@@ -11,6 +11,7 @@ from samples import job_resource
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_operator.kube.client.api import Object
+from holdfast_operator.kube.cluster.nodes import wants_of
 from holdfast_operator.kube.kueue.workloads import (
     Create,
     Delete,
@@ -19,6 +20,7 @@ from holdfast_operator.kube.kueue.workloads import (
     Write,
     WriteStatus,
     admitted_job,
+    job_of_pod,
     kueue_priority,
     next_write,
     priority_of,
@@ -26,7 +28,7 @@ from holdfast_operator.kube.kueue.workloads import (
     suspension_by_queue,
     workload_manifest,
 )
-from holdfast_operator.kube.pods.manifests import template_of
+from holdfast_operator.kube.pods.manifests import TrainerVolume, pod_manifest, template_of
 from holdfast_operator.reconciler.observe.counters import Outcome
 
 NOW, EARLIER = "2026-01-01T00:10:00Z", "2026-01-01T00:00:00Z"
@@ -137,6 +139,19 @@ def test_an_admission_adds_labels_and_tolerations_of_flavors_and_what_checks_ask
     flavor["spec"] = {"nodeLabels": {"zone": "b"}}
     with pytest.raises(InvalidJobError, match=r"h200 sets nodeSelector zone = b, .* have a"):
         admitted_job(job, found, [flavor])
+
+
+def test_a_pod_shows_where_its_admission_has_put_the_job() -> None:
+    spec = {"nodeSelector": {"zone": "a"}, "tolerations": [{"key": "mine"}]}
+    job, update = queued_job(template=spec), {"name": "main", "nodeSelector": {"pool": "p1"}}
+    flavor = {"metadata": {"name": "h200"}, "spec": {"tolerations": [{"key": "gpu"}]}}
+    found = workload(job, *ADMITTED, admissionChecks=[{"name": "c", "podSetUpdates": [update]}])
+    for admitted in (admitted_job(job, found, [flavor]), job):
+        pod = pod_manifest(admitted, 0, "n0", 1, TrainerVolume.CSI)
+        known = job_of_pod(job, pod)
+        assert wants_of(known) == wants_of(admitted)
+        assert pod_manifest(known, 0, "n0", 1, TrainerVolume.CSI) == pod
+    assert "gpu" not in str(job.spec.trainer.template), "the job itself is as it was"
 
 
 def test_a_workload_is_made_when_the_job_shall_run_and_deleted_when_it_shall_not() -> None:
