@@ -308,7 +308,6 @@ def test_a_job_that_stays_short_is_reported_after_half_an_hour(
         ("_x20 1x200", "_x220", "22m", True),
         ("_x20 1x200", "_x220", "70m", False),
         ("1x60 stale", "_x60 1x140", "65m", False),  # another replica leads since
-        ("1x60 stale", "_x68 1x140", "95m", False),  # and after a while without any
     ],
 )
 def test_a_job_that_fails_is_reported_by_its_name_and_not_for_ever(
@@ -319,6 +318,27 @@ def test_a_job_that_fails_is_reported_by_its_name_and_not_for_ever(
         "holdfast_operator_job_phase__Failed2": second,
     }
     assert fires(tmp_path, "HoldfastJobFailed", at, OF_JOB, **series) is expected
+
+
+@pytest.mark.parametrize(
+    ("failed", "running", "reported", "over"),
+    [
+        ("1x40 stale _x29 1x100", "", [], ["71m", "75m", "95m", "105m"]),
+        ("1x40 _x600 1x100", "", [], ["642m", "660m"]),
+        ("1x40 stale _x9 1x100", "_x41 1x9 stale", ["52m", "75m"], ["85m"]),  # resumed meanwhile
+        ("_x61 1x100", "1x20 stale", ["62m", "85m"], ["95m"]),  # it failed while nothing was seen
+    ],
+    ids=["gap", "hours", "again", "unseen"],
+)
+def test_a_job_that_has_failed_is_reported_once_whatever_gap_its_series_have(
+    tmp_path: Path, failed: str, running: str, reported: list[str], over: list[str]
+) -> None:
+    series = {"holdfast_operator_job_phase__Failed1": failed}
+    if running:
+        series["holdfast_operator_job_phase__Running1"] = running
+    for at in (*reported, *over):
+        found = fires(tmp_path, "HoldfastJobFailed", at, OF_JOB, **series)
+        assert found is (at in reported), at
 
 
 @pytest.mark.parametrize(("missing", "expected"), [("1x60", True), ("1x8 stale _x2 1x9", False)])
