@@ -7,7 +7,9 @@ import json
 import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +263,38 @@ def test_a_deleted_job_leaves_no_object_and_no_memory(system: System, training: 
         lambda: not [name for name in system.names(kinds) if "/training" in name],
         WAIT_S,
     )
+
+
+@pytest.mark.timeout(700)
+def test_a_job_that_is_applied_again_begins_anew_whoever_was_away_meanwhile(
+    system: System, training: Job
+) -> None:
+    before = training.wait("some steps", lambda s: s.get("protectedStep", 0) >= 20, 180.0)
+    away = before["members"][1]["node"]
+    held_up = system.cluster.pod_processes(system.holdfast.daemon_on(away), NAMESPACE)
+    for pid in held_up:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        training.delete()
+        training.apply()
+        after = training.wait("the job to be protected", _is_protected, 240.0)
+    finally:
+        for pid in held_up:
+            with suppress(ProcessLookupError):  # kubelet has ended one that hung for so long
+                os.kill(pid, signal.SIGCONT)
+    assert (after["epoch"], after["restarts"]) == (1, 0)
+    assert after["protectedStep"] < before["protectedStep"]
+    assert away not in [member["node"] for member in after["members"]]
+
+    def is_free() -> bool:
+        with suppress(OSError):  # the daemon may be starting again
+            return system.used_bytes()[away][0] == 0.0
+        return False
+
+    wait_for("the memory of the earlier job to be freed", is_free, WAIT_S)
+    now = training.wait("the job to go on", lambda s: s["step"] > after["step"], WAIT_S)
+    assert (now["epoch"], now["restarts"], now["recoveries"]) == (1, 0, 0)
+    training.delete()
 
 
 # --- without an operator ------------------------------------------------------------------------
